@@ -112,9 +112,7 @@ class Renderer(Protocol):
         """What the model said; calls that do not parse are kept, with `ToolCall.error` set."""
         ...
 
-    def render_dialogue(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec]
-    ) -> RenderedDialogue:
+    def render_dialogue(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> RenderedDialogue:
         """A finished conversation, for supervised training. Raises MessageError."""
         ...
 
@@ -335,9 +333,7 @@ class Credit:
     trained: bool = True
 
 
-Advantage = Callable[
-    [Sequence[Group], Sequence[Sequence[Sequence[TokenScores]]]], list[list[list[Credit]]]
-]
+Advantage = Callable[[Sequence[Group], Sequence[Sequence[Sequence[TokenScores]]]], list[list[list[Credit]]]]
 """(groups, scores[group][episode][trajectory]) -> credit[group][episode][trajectory].
 
 Whitening over the batch happens inside. An estimator that needs no scores takes them empty.

@@ -94,12 +94,10 @@ class Message:
             raise MessageError(
                 f"message role {self.role!r} is unknown; expected one of {', '.join(get_args(Role))}"
             )
-        if not isinstance(self.content, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kinds = sorted(
-                {str(part.get("type")) for part in self.content if isinstance(part, dict)}
-                if isinstance(self.content, list)
-                else {type(self.content).__name__}
-            )
+        content: object = self.content
+        if not isinstance(content, str):
+            parts = content if isinstance(content, list) else [content]
+            kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in parts})
             raise MessageError(
                 f"{self.role} message has content of kind {', '.join(kinds)}; only text (str) can be "
                 "rendered; remove the part or describe it in words"
@@ -242,13 +240,9 @@ class Trajectory:
         for turn in self.turns:
             covered[turn.sampled[0] : turn.sampled[1]] = True
         if not np.array_equal(covered, self.sampled):
-            raise ValueError(
-                f"trajectory {self.agent!r}: `sampled` is not the union of its turns' spans"
-            )
+            raise ValueError(f"trajectory {self.agent!r}: `sampled` is not the union of its turns' spans")
         if not np.isfinite(self.logprobs[self.sampled]).all():
-            raise ValueError(
-                f"trajectory {self.agent!r}: a sampled token has a logprob that is not finite"
-            )
+            raise ValueError(f"trajectory {self.agent!r}: a sampled token has a logprob that is not finite")
 
 
 @dataclass(frozen=True, slots=True)

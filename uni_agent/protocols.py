@@ -144,6 +144,11 @@ class Reply:
 class Policy(Protocol):
     """Answers messages, and records what was sampled. Sampling settings are the policy's own."""
 
+    @property
+    def seed(self) -> int:
+        """The episode's seed; everything random in the episode derives from it."""
+        ...
+
     async def chat(self, request: ChatRequest) -> Reply:
         """Answer. Raises ContextFull before a call that cannot fit, EngineError."""
         ...

@@ -95,7 +95,7 @@ class Message:
                 f"message role {self.role!r} is unknown; expected one of {', '.join(get_args(Role))}"
             )
         content: object = self.content
-        if not isinstance(content, str):
+        if not isinstance(content, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             parts = content if isinstance(content, list) else [content]
             kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in parts})
             raise MessageError(

@@ -294,11 +294,34 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a reward says: named values, named values per turn, or why the episode is invalid."""
+    """What a reward says: named values, named values per turn, or why the episode is invalid.
+
+    A sequence in `turns` has one value per turn, over all trajectories in order, and says where the
+    total was earned; it is not paid on top.
+    """
 
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     turns: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     invalid: str | None = None
+
+    @property
+    def total(self) -> float | None:
+        """The episode's reward: the value named "reward" where there is one, else the sum of all values.
+
+        None (not scored, never 0) when the episode is invalid or nothing was valued.
+        """
+        if self.invalid is not None or not self.values:
+            return None
+        return self.values["reward"] if "reward" in self.values else sum(self.values.values())
+
+    @property
+    def turn_totals(self) -> Sequence[float] | None:
+        """Each turn's reward by the same rule; None when no reward was given per turn."""
+        if self.invalid is not None or not self.turns:
+            return None
+        if "reward" in self.turns:
+            return self.turns["reward"]
+        return [sum(parts) for parts in zip(*self.turns.values(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

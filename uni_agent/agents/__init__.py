@@ -1,1 +1,5 @@
-"""(room docstring to come)"""
+"""Control flow in messages: who plays the episodes."""
+
+from uni_agent.agents.tool_loop import ToolLoopAgent
+
+__all__ = ["ToolLoopAgent"]

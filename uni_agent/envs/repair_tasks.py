@@ -6,7 +6,6 @@ from the seed. This module knows nothing of agents, tools, renderers or training
 """
 
 import ast
-import copy
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ HELD_OUT_SHARE = 0.2
 """Share of all functions that is never trained on."""
 
 NUM_TESTS = 3
+NUM_RIVALS = 12
 _ATTEMPTS = 200
 
 
@@ -139,9 +139,11 @@ def _pick_kind(options: list[Mutant], rng: random.Random) -> Mutant:
 def _choose_tests(draft: Draft, solution: str, code: str, rng: random.Random) -> list[str] | None:
     """Choose calls that tell the solution from as many of its mutants as possible; None if `code` passes."""
     calls = [draft.draw(rng) for _ in range(8)]
-    expected = [_call(solution, draft.name, args) for args in calls]
-    rivals = [code, *(m.code for m in mutants(solution) if m.code != code)]
-    caught = [{i for i, args in enumerate(calls) if _call(r, draft.name, args) != expected[i]} for r in rivals]
+    expected = _results(solution, draft.name, calls)
+    others = [m.code for m in mutants(solution) if m.code != code]
+    rivals = [code, *rng.sample(others, min(NUM_RIVALS, len(others)))]
+    results = [_results(rival, draft.name, calls) for rival in rivals]
+    caught = [{i for i, value in enumerate(row) if value != expected[i]} for row in results]
     if not caught[0]:
         return None
     chosen: list[int] = []
@@ -157,16 +159,19 @@ def _choose_tests(draft: Draft, solution: str, code: str, rng: random.Random) ->
     return [f"assert {draft.name}({', '.join(map(repr, calls[i]))}) == {expected[i]}" for i in chosen]
 
 
-def _call(code: str, name: str, args: Args) -> str:
-    """Return the repr of one call, or the error's name. Generated code only: it is not sandboxed."""
+def _results(code: str, name: str, calls: list[Args]) -> list[str]:
+    """Return the repr of each call, or its error's name. Generated code only: it is not sandboxed."""
     namespace: dict[str, object] = {}
-    try:
-        exec(code, namespace)
-        function = namespace[name]
-        assert callable(function)
-        return repr(function(*copy.deepcopy(args)))
-    except Exception as error:
-        return type(error).__name__
+    exec(code, namespace)
+    function = namespace[name]
+    assert callable(function)
+    results: list[str] = []
+    for args in calls:
+        try:
+            results.append(repr(function(*args)))
+        except Exception as error:
+            results.append(type(error).__name__)
+    return results
 
 
 # ---- mutations -----------------------------------------------------------------------------------------------
@@ -192,7 +197,7 @@ def mutants(code: str) -> list[Mutant]:
     found: dict[str, Mutant] = {}
     for index, node in enumerate(ast.walk(tree)):
         for kind, number in _options(node, tree):
-            changed = copy.deepcopy(tree)
+            changed = ast.parse(code)
             _apply(list(ast.walk(changed))[index], kind, number, changed)
             text = ast.unparse(changed)
             new = text.split("\n")

@@ -1,0 +1,148 @@
+"""Optional places for metrics beside the run directory: TensorBoard, Weights & Biases.
+
+A sink is a guest: it works in a thread of its own, and one that raises, blocks or falls behind is
+counted and never felt by training. The run directory has everything anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from uni_agent.errors import MissingDependencyError
+from uni_agent.track.text import clean_text
+
+logger = logging.getLogger(__name__)
+
+TEXT_LIMIT = 20_000
+"""Characters of one text that a sink gets; the run directory keeps it whole."""
+
+
+class Sink(Protocol):
+    """Takes metrics and texts; may be slow and may raise."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_text(self, step: int, key: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GuardedSink:
+    """Run a sink in a daemon thread, behind a queue of bounded length.
+
+    `errors` counts calls that raised or took longer than `timeout_s`; `dropped` counts what was
+    never handed over because the queue was full or the sink was stuck at the end.
+    """
+
+    def __init__(self, sink: Sink, *, timeout_s: float = 10.0, queue_size: int = 1000) -> None:
+        self.name = type(sink).__name__
+        self.dropped = 0
+        self._sink = sink
+        self._timeout_s = timeout_s
+        self._raised = 0
+        self._slow = 0
+        self._began: float | None = None
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_size)
+        self._thread = threading.Thread(target=self._work, name=f"sink-{self.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def errors(self) -> int:
+        """Calls that raised or overran so far, the one now running included."""
+        began = self._began
+        stuck = began is not None and time.monotonic() - began > self._timeout_s
+        return self._raised + self._slow + int(stuck)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand metrics over without waiting."""
+        self._put(lambda: self._sink.log(step, metrics))
+
+    def log_text(self, step: int, key: str, text: str) -> None:
+        """Hand a cleaned and capped text over without waiting."""
+        cleaned = clean_text(text, TEXT_LIMIT)
+        self._put(lambda: self._sink.log_text(step, key, cleaned))
+
+    def close(self) -> None:
+        """Give the sink `timeout_s` to finish, then leave it behind."""
+        closing = self._put(self._sink.close) + self._put(None)
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            self.dropped += max(0, self._calls.qsize() - closing)
+            logger.warning("%s did not finish within %.0f s; it is left behind", self.name, self._timeout_s)
+
+    def _put(self, call: Callable[[], None] | None) -> bool:
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self.dropped += 1
+            return False
+        return True
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._began = time.monotonic()
+            try:
+                call()
+            except Exception as error:  # a guest's fault, whatever it is, must not reach training
+                self._raised += 1
+                if self._raised == 1:
+                    logger.warning("%s failed: %s; further failures are only counted", self.name, error)
+            else:
+                self._slow += time.monotonic() - self._began > self._timeout_s
+            finally:
+                self._began = None
+
+
+class TensorboardSink:
+    """Scalars and texts as TensorBoard event files (torch's writer, on the tensorboard package)."""
+
+    def __init__(self, folder: Path) -> None:
+        _require("tensorboard")
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def log_text(self, step: int, key: str, text: str) -> None:
+        self._writer.add_text(key, text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Scalars and texts as one Weights & Biases run. Blocks while wandb signs in."""
+
+    def __init__(self, project: str, name: str, config: Mapping[str, Any], folder: Path) -> None:
+        _require("wandb")
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run: Any = wandb.init(project=project, name=name, config=dict(config), dir=str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_text(self, step: int, key: str, text: str) -> None:
+        self._run.log({key: text}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _require(package: str) -> None:
+    """Raise MissingDependencyError unless a tracker's package is installed."""
+    if find_spec(package) is None:
+        raise MissingDependencyError(
+            f"{package} is not installed; get it with: pip install 'uni-agent-rl[track]'"
+        )

@@ -142,11 +142,11 @@ TOOLS_FOOTER = (
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
 PHRASES = (
-    *("system\n", "user\n", "assistant\n", "user"),
-    *(SYSTEM, TOOLS_HEADER, "\n" + json.dumps(TOOL), TOOLS_FOOTER, INTRO),
+    *("system\n", "assistant\n", "user"),
+    *(SYSTEM, TOOLS_HEADER, "\n" + json.dumps(TOOL), TOOLS_FOOTER, "\n" + INTRO),
     '\n{"name": "code_executor", "arguments": {"line": ',
     '\n{"name": "code_executor", "arguments": {"code": "',
-    *(', "code": "', '"}}\n', " tests passed\n", " returned ", ", expected ", " raised "),
+    *(', "code": "', '"}}\n', "/3 tests passed\n", "/3 tests passed", " returned ", ", expected ", " raised "),
     *(f"\n{number}|" for number in range(1, 10)),
 )
 """Fixed wording, one token each: a conversation is then little more than the code itself."""
@@ -202,7 +202,7 @@ def spoken(messages: Messages) -> Iterator[str]:
 
 VOCAB_SIZE = 768
 MAX_POSITIONS = 2048
-HIDDEN, LAYERS, HEADS, INTERMEDIATE = 128, 4, 4, 384
+HIDDEN, LAYERS, HEADS, INTERMEDIATE = 128, 3, 4, 384
 
 
 def make_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:

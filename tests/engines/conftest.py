@@ -78,11 +78,9 @@ def run() -> Callable[..., Any]:
     async def complete(
         engine: LocalEngine, prompt: list[int], session: str = "s", **sampling: Any
     ) -> Completion:
-        last: Any = None
-        async for last in engine.generate(prompt, Sampling(**sampling), session):
-            pass
-        assert isinstance(last, Completion)
-        return last
+        items = [item async for item in engine.generate(prompt, Sampling(**sampling), session)]
+        assert isinstance(items[-1], Completion)
+        return items[-1]
 
     return complete
 

@@ -18,7 +18,7 @@ def check(pairs):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 async def test_logprobs_equal_forward_over_batches_turns_and_shared_prefixes(
-    kind, make_model, make_engine, run, reference, prompt
+    *, kind, make_model, make_engine, run, reference, prompt
 ):
     model = make_model(kind)
     engine = make_engine(model, max_running=5)
@@ -43,7 +43,7 @@ async def test_logprobs_equal_forward_over_batches_turns_and_shared_prefixes(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-async def test_greedy_equals_generate(kind, make_model, make_engine, run, reference, prompt):
+async def test_greedy_equals_generate(*, kind, make_model, make_engine, run, reference, prompt):
     model = make_model(kind)
     engine = make_engine(model)
     prompts = [prompt(n, n) for n in (1, 2, 17, 33)]
@@ -147,3 +147,20 @@ async def test_longer_prompt_does_not_take_a_prefix_that_is_not_computed_yet(
         *[run(engine, p, f"s{i}", max_tokens=6, seed=i) for i, p in enumerate(prompts)]
     )
     check([(r.logprobs, reference(model, p, r.token_ids)) for p, r in zip(prompts, results, strict=True)])
+
+
+async def test_the_cache_grows_under_running_requests(make_model, make_engine, run, reference, prompt):
+    model = make_model("llama", max_position_embeddings=2048)
+    engine = make_engine(model, context_size=2000)
+    short = asyncio.create_task(run(engine, prompt(20, 1), "short", max_tokens=150, seed=1))
+    await asyncio.sleep(0.03)
+    long = await run(engine, prompt(1100, 2), "long", max_tokens=10, seed=2)
+    again = await run(engine, prompt(20, 1), "again", max_tokens=1900, seed=1)
+    first = await short
+    check(
+        [
+            (first.logprobs, reference(model, prompt(20, 1), first.token_ids)),
+            (long.logprobs, reference(model, prompt(1100, 2), long.token_ids)),
+            (again.logprobs, reference(model, prompt(20, 1), again.token_ids)),
+        ]
+    )

@@ -117,7 +117,9 @@ def test_mutants_differ_in_one_line() -> None:
         assert [i for i, (old, new) in enumerate(pairs, 1) if old != new] == [mutant.line]
 
 
-def test_expert_ends_with_the_solution_and_errs_in_half_of_the_episodes(splits: dict[str, list[Task]]) -> None:
+def test_expert_ends_with_the_solution_and_errs_in_half_of_the_episodes(
+    splits: dict[str, list[Task]],
+) -> None:
     lengths: Counter[int] = Counter()
     for task in splits["train"]:
         edits = expert_episode(task, seed=0)

@@ -93,6 +93,11 @@ async def test_the_first_passing_program_of_a_turn_is_the_solution() -> None:
     assert step.metrics["attempts"] == 2
 
 
+async def test_calls_over_the_limit_of_a_turn_are_no_attempts() -> None:
+    (step,) = await play(CodeDebugEnv(), [ran(0, "a"), refused("not_executed"), refused("not_executed")])
+    assert step.metrics["attempts"] == 1
+
+
 async def test_other_tools_are_free() -> None:
     (step,) = await play(CodeDebugEnv(), [ToolResult("c", "search", "found")])
     assert step.metrics["attempts"] == 0

@@ -291,6 +291,6 @@ def test_room_imports_without_torch_or_renderers() -> None:
     import subprocess
     import sys
 
-    code = "import sys, uni_agent.render; print(sorted({'torch', 'transformers', 'renderers'} & set(sys.modules)))"
+    code = "import sys, uni_agent.render; print(sorted({'torch', 'renderers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from uni_agent.algos import episode_mean, grpo, token_mean
 from uni_agent.errors import RunError, UsageError
-from uni_agent.protocols import Credit, TokenScores
-from uni_agent.train import Item, items, make_batch, microbatches, minibatches, truncate
+from uni_agent.protocols import Credit, RenderedDialogue, TokenScores
+from uni_agent.train import Item, demonstration, items, make_batch, microbatches, minibatches, truncate
 from uni_agent.train.batch import layout
-from uni_agent.types import Group, Sampling
+from uni_agent.types import Group, Message, Sampling
 
 
 def item(tape, mask, *, episode=0, trained=True, score=None, returns=None, **kwargs):
@@ -182,3 +182,18 @@ def test_items_flatten_groups_and_number_episodes(tape, episode):
 def test_temperature_stands_at_each_sampled_token(tape):
     batch = make_batch([item(tape, [0, 1, 1], sampling=Sampling(temperature=0.5))], row_tokens=4)
     assert batch.temperature.tolist() == [[1.0, 0.5, 0.5]]
+
+
+def test_a_demonstration_trains_exactly_its_wanted_messages():
+    said = [Message("user"), Message("assistant", "a"), Message("tool"), Message("assistant", "b")]
+    dialogue = RenderedDialogue(
+        [1, 2, 3, 4, 5, 6], [False, True, True, False, False, True], [0, 1, 1, 2, 2, 3]
+    )
+    made = demonstration(dialogue, said, trained=[False, True, False, True], number=3)
+    assert [turn.sampled for turn in made.trajectory.turns] == [(1, 3), (5, 6)]
+    assert [turn.message.content for turn in made.trajectory.turns] == ["a", "b"]
+    assert (make_batch([made]).weights > 0).tolist() == [dialogue.sampled]
+    one = demonstration(dialogue, said, trained=[False, False, False, True], number=3)
+    assert (make_batch([one]).weights > 0).tolist() == [[False] * 5 + [True]]
+    with pytest.raises(UsageError, match="no assistant message"):
+        demonstration(dialogue, said, trained=[False] * 4, number=0)

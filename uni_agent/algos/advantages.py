@@ -9,6 +9,7 @@ trains and who counts in the group; an episode counts once, however many traject
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from uni_agent.algos.returns import (
 )
 from uni_agent.errors import ConfigError
 from uni_agent.protocols import Credit, TokenScores
-from uni_agent.types import Episode, Float32Array, Group, Trajectory
+from uni_agent.types import BoolArray, Episode, Float32Array, Group, Trajectory
 
 GroupScores = Sequence[Sequence[Sequence[TokenScores]]]
 
@@ -149,18 +150,16 @@ def gae(
     return credit
 
 
+@dataclass(frozen=True, slots=True)
 class _Strand:
-    """The sampled tokens of one chain, in order: float64[n] values, rewards; bool[n] turn ends."""
+    """The n sampled tokens of one chain, in order: float64[n] values and rewards, bool[n] turn ends."""
 
-    __slots__ = ("bootstrap", "chain", "ends", "episode", "rewards", "values")
-
-    def __init__(self, episode: tuple[int, int], chain: list[int], bootstrap: float) -> None:
-        self.episode = episode
-        self.chain = chain
-        self.bootstrap = bootstrap
-        self.values: Float64Array = np.zeros(0)
-        self.rewards: Float64Array = np.zeros(0)
-        self.ends = np.zeros(0, bool)
+    episode: tuple[int, int]
+    chain: list[int]
+    values: Float64Array
+    rewards: Float64Array
+    ends: BoolArray
+    bootstrap: float
 
 
 def _strands(
@@ -172,21 +171,23 @@ def _strands(
 ) -> list[_Strand]:
     strands: list[_Strand] = []
     for chain in chains(episode):
-        bootstrap = scores[chain[-1]].bootstrap if episode.truncated else 0.0
-        strand = _Strand(where, chain, bootstrap)
         parts = [_token_rewards(episode.trajectories[i], scores[i], earned[i], kl_coef) for i in chain]
-        if not any(len(values) for values, _, _ in parts):
-            continue
-        strand.values = np.concatenate([values for values, _, _ in parts])
-        strand.rewards = np.concatenate([token_rewards for _, token_rewards, _ in parts])
-        strand.ends = np.concatenate([ends for _, _, ends in parts])
-        strands.append(strand)
+        if any(len(values) for values, _, _ in parts):
+            strand = _Strand(
+                where,
+                chain,
+                values=np.concatenate([values for values, _, _ in parts]),
+                rewards=np.concatenate([rewards for _, rewards, _ in parts]),
+                ends=np.concatenate([ends for _, _, ends in parts]),
+                bootstrap=scores[chain[-1]].bootstrap if episode.truncated else 0.0,
+            )
+            strands.append(strand)
     return strands
 
 
 def _token_rewards(
     trajectory: Trajectory, score: TokenScores, earned: list[float], kl_coef: float
-) -> tuple[Float64Array, Float64Array, np.ndarray]:
+) -> tuple[Float64Array, Float64Array, BoolArray]:
     """Values, rewards and turn ends at the sampled tokens of one trajectory."""
     if score.values is None:
         raise ConfigError("gae needs values, and the learner has no critic; give it one, or use grpo")

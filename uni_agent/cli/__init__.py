@@ -7,12 +7,15 @@ it is called, so that `--help` costs no more than the parser.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from uni_agent.errors import UniAgentError
 
+SUMMARY = "Build an LLM agent, run it, and train it by reinforcement learning from its own episodes."
+MORE_HELP = "`uni-agent VERB --help` says more. `--debug` shows tracebacks."
 VERBS = {
     "init": "Write a small project of your own: tasks, a world, a config.",
     "run": "Run episodes with a model and keep them; no training.",
@@ -29,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        # a character that the terminal cannot show must not end a command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(words)
     except KeyboardInterrupt as interrupt:
@@ -51,12 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    # answered without the parser, whose import alone takes longer than a reader should wait
+    if not words or words in (["--help"], ["-h"]):
+        print(_help())
+        return 0
     import cyclopts
 
     app = cyclopts.App(
         name="uni-agent",
-        help="Build an LLM agent, run it, and train it by reinforcement learning from its own episodes.",
-        help_epilogue="`uni-agent VERB --help` says more. `--debug` shows tracebacks.",
+        help=SUMMARY,
+        help_epilogue=MORE_HELP,
         help_format="plaintext",
         version=_version,
         result_action="return_value",
@@ -70,6 +81,17 @@ def _dispatch(words: list[str]) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return int(code or 0)
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:<8} {summary}" for verb, summary in VERBS.items())
+    return f"""{SUMMARY}
+
+Usage: uni-agent VERB ...
+
+{verbs}
+
+{MORE_HELP} `--version` prints the version."""
 
 
 def _version() -> str:

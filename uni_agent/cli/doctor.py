@@ -63,8 +63,6 @@ def _look_at_machine(report: Report) -> None:
         disk=f"{free / 2**30:.1f} GiB free in {Path.cwd()}",
         gpu=_gpu(),
     )
-    if sys.version_info < (3, 11):
-        report.missing.append("Python 3.11 or newer: make .venv again with a newer python3")
     if free < MIN_FREE_BYTES:
         report.missing.append(f"disk: at least 1 GiB free in {Path.cwd()}; remove files, or run elsewhere")
     if memory < MIN_MEMORY_BYTES:
@@ -104,9 +102,7 @@ def _look_at_packages(report: Report) -> None:
             continue
         target = DISTRIBUTION if extra == "core" else f"'{DISTRIBUTION}[{extra}]'"
         needed = extra in ("core", NEEDED_EXTRA)
-        (report.missing if needed else report.optional).append(
-            f"{', '.join(absent)}: pip install {target}"
-        )
+        (report.missing if needed else report.optional).append(f"{', '.join(absent)}: pip install {target}")
 
 
 def _version(package: str) -> str | None:

@@ -31,7 +31,7 @@ class LocalEngine:
     `load_weights(Weights(version, module))`, `resume`. It lives on the module's device, in its dtype.
 
     `max_running` requests decode together; `cache_slots` (None: as many) also hold idle sessions'
-    caches, each up to layers * 2 * kv_heads * context_size * head_dim values. `decode` turns token
+    caches, each of layers * 2 * kv_heads * head_dim values a token. `decode` turns token
     ids into text and is needed for stop strings. `seed` feeds requests that bring none.
     `chunk_interval_s` is how often a running request yields a chunk: 0 after each iteration, None
     never (only the Completion comes). `prefill_tokens` is about how many prompt tokens are computed

@@ -24,7 +24,7 @@ class DecodeAttention:
         positions = slots.cached[rows]
         device = slots.cache.device
         heads = np.arange(g.kv_heads)
-        index = ((rows[:, None] * g.kv_heads + heads) * slots.context + positions[:, None]).reshape(-1)
+        index = ((rows[:, None] * g.kv_heads + heads) * slots.capacity + positions[:, None]).reshape(-1)
         self._index = torch.from_numpy(index).to(device)
         n, self._view = len(rows), int(rows[-1]) + 1
         self._padded = torch.from_numpy(rows).to(device) if n < self._view else None
@@ -33,7 +33,7 @@ class DecodeAttention:
             last = np.zeros(self._view, np.int64)  # idle rows see one token: their result is not used
             last[rows] = positions
         # a rounded length keeps the shapes, and what torch caches for them, the same for a while
-        self._reach = min(slots.context, (int(positions.max()) + 32) // 32 * 32)
+        self._reach = min(slots.capacity, (int(positions.max()) + 32) // 32 * 32)
         hidden = np.where(np.arange(self._reach) > last[:, None], np.float32(-np.inf), np.float32(0))
         self._mask = torch.from_numpy(hidden).to(device, slots.cache.dtype)[:, None, None]
 

@@ -54,7 +54,12 @@ class EngineLoop:
         self.version = version
         self._decoder, self._slots = decoder, slots
         self._stepper = Stepper(
-            decoder, slots, max_running=max_running, prefill_tokens=prefill_tokens, sampled=self._append
+            decoder,
+            slots,
+            max_running=max_running,
+            prefill_tokens=prefill_tokens,
+            sampled=self._append,
+            refused=self._send,
         )
         self._chunk_interval_s = chunk_interval_s
         self._next_chunk_s = 0.0

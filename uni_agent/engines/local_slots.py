@@ -8,6 +8,7 @@ numbers, so that decoding attends over one contiguous view. Used by the engine's
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from uni_agent.engines.local_decoder import Geometry
 from uni_agent.engines.local_request import Request
 from uni_agent.engines.local_sampling import RowSampling, mix
+from uni_agent.errors import EngineError
 from uni_agent.types import Int32Array
 
 Int64Array = npt.NDArray[np.int64]
@@ -25,6 +27,7 @@ MIN_COPY = 16
 """Tokens from which copying another slot's prefix beats computing it again."""
 
 _STOP_COLUMNS = 8
+_FIRST_CAPACITY = 512
 
 
 class Placement(NamedTuple):
@@ -41,24 +44,18 @@ class Placement(NamedTuple):
 
 
 class Slots:
-    """`count` slots of `context` tokens; the cache is float[layers, 2, count, Hk, context, D].
+    """`count` slots of up to `context` tokens; the cache is float[layers, 2, count, Hk, capacity, D].
 
-    The cache's pages are taken from the system when they are first written, not at the start.
+    `capacity` doubles when a request needs it, so a long context costs nothing until it is used.
     """
 
     def __init__(
         self, geometry: Geometry, *, count: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        g = geometry
         self.geometry, self.count, self.context = geometry, count, context
-        # zeros, not empty: attention multiplies masked values by 0, and 0 * NaN is NaN
-        self.cache = torch.zeros(
-            g.layers, 2, count, g.kv_heads, context, g.head_dim, dtype=dtype, device=device
-        )
-        self.keys = [self.cache[i, 0] for i in range(g.layers)]
-        self.values = [self.cache[i, 1] for i in range(g.layers)]
-        self.flat_keys = [k.view(-1, g.head_dim) for k in self.keys]
-        self.flat_values = [v.view(-1, g.head_dim) for v in self.values]
+        self._dtype, self._device = dtype, device
+        self.capacity = 0
+        self._allocate(min(context, _FIRST_CAPACITY))
         self.tokens = np.zeros((count, context), np.int32)
         self.logprobs = np.zeros((count, context), np.float32)
         self.versions = np.zeros((count, context), np.int32)
@@ -119,12 +116,18 @@ class Slots:
         return Placement(row, int(shared[source]), source, waves[source] + 1 if source in waves else 0)
 
     def start(self, request: Request, row: int, cached: int) -> None:
-        """Make `row` the request's, with its first `cached` tokens' keys and values valid."""
+        """Make `row` the request's, with its first `cached` tokens' keys and values valid.
+
+        Raises EngineError when the memory for it is not there; nothing has changed then.
+        """
         sampling = request.sampling
         n = len(request.prompt)
+        limit = n + request.max_tokens
+        if limit > self.capacity:
+            self._allocate(min(self.context, max(2 * self.capacity, limit)))
         self.tokens[row, :n] = request.prompt
         self.length[row] = self.prompt[row] = n
-        self.limit[row] = n + request.max_tokens
+        self.limit[row] = limit
         self.cached[row] = cached
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
@@ -176,6 +179,27 @@ class Slots:
         movers = rows[rows >= n].tolist()
         for hole, mover in zip(holes, reversed(movers), strict=True):
             self._swap(hole, mover)
+
+    def _allocate(self, capacity: int) -> None:
+        """Make the cache hold `capacity` tokens a slot; what it holds is kept."""
+        g = self.geometry
+        shape = (g.layers, 2, self.count, g.kv_heads, capacity, g.head_dim)
+        # zeros, not empty: attention multiplies masked values by 0, and 0 * NaN is NaN
+        try:
+            cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        except RuntimeError as error:
+            size = math.prod(shape) * self._dtype.itemsize
+            raise EngineError(
+                f"the cache for {self.count} slots of {capacity} tokens needs {size / 2**30:.1f} GiB, which this "
+                "machine refuses; lower cache_slots, max_running, or the tokens of a request"
+            ) from error
+        if self.capacity:
+            cache[..., : self.capacity, :] = self.cache
+        self.cache, self.capacity = cache, capacity
+        self.keys = [cache[i, 0] for i in range(g.layers)]
+        self.values = [cache[i, 1] for i in range(g.layers)]
+        self.flat_keys = [k.view(-1, g.head_dim) for k in self.keys]
+        self.flat_values = [v.view(-1, g.head_dim) for v in self.values]
 
     def _pick_row(self, request: Request) -> int | None:
         """The session's own idle slot, else an unused one, else the one idle for longest."""

@@ -19,9 +19,11 @@ from uni_agent.engines.local_decoder import Decoder
 from uni_agent.engines.local_request import Request
 from uni_agent.engines.local_sampling import draw
 from uni_agent.engines.local_slots import Int64Array, Placement, Slots
+from uni_agent.errors import EngineError
 from uni_agent.types import Float32Array, Int32Array
 
 Sampled = Callable[[Int64Array, Int32Array, Float32Array], None]
+Refused = Callable[[Request, EngineError], None]
 
 
 @dataclass(slots=True)
@@ -43,16 +45,24 @@ class Stepper:
     """Runs the model for the requests in `slots`, at most `max_running` at a time.
 
     New prompts go before decoding, about `prefill_tokens` of them an iteration. What is sampled is
-    handed to `sampled(rows, ids, logprobs)`, which writes it down and may end requests.
+    handed to `sampled(rows, ids, logprobs)`, which writes it down and may end requests; a request that
+    cannot be placed goes to `refused`.
     """
 
     def __init__(
-        self, decoder: Decoder, slots: Slots, *, max_running: int, prefill_tokens: int, sampled: Sampled
+        self,
+        decoder: Decoder,
+        slots: Slots,
+        *,
+        max_running: int,
+        prefill_tokens: int,
+        sampled: Sampled,
+        refused: Refused,
     ) -> None:
         self.counters = Counters()
         self._decoder, self._slots = decoder, slots
         self._max_running, self._prefill_tokens = max_running, prefill_tokens
-        self._sampled = sampled
+        self._sampled, self._refused = sampled, refused
         self._stale = False
 
     def invalidate(self) -> None:
@@ -88,7 +98,11 @@ class Stepper:
             placement = slots.place(request, waves)
             if placement is None:
                 break
-            slots.start(request, placement.row, placement.shared if placement.source is None else 0)
+            try:
+                slots.start(request, placement.row, placement.shared if placement.source is None else 0)
+            except EngineError as error:
+                self._refused(waiting.popleft(), error)
+                continue
             waiting.popleft()
             budget -= len(request.prompt) - placement.shared
             self._note(placement, placed, waves)

@@ -27,279 +27,236 @@ NUMBERS = ("a", "b", "c", "x", "y", "z", "n", "m", "p", "q")
 LISTS = ("items", "nums", "values", "data", "xs")
 TEXTS = ("s", "text", "word", "name", "line")
 ITEMS = ("v", "item", "e", "t")
+TOTALS = ("total", "acc", "result")
 OPERATORS = {"+": "plus", "-": "minus", "*": "times"}
 COMPARISONS = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
 
 
-def _pick(rng: random.Random, pool: tuple[str, ...], num: int) -> list[str]:
-    return rng.sample(pool, num)
-
-
 def _number(rng: random.Random) -> int:
-    return rng.randint(-4, 12)
+    return rng.randint(0, 9)
 
 
 def _numbers(rng: random.Random) -> list[int]:
-    return [rng.randint(-3, 9) for _ in range(rng.randint(3, 5))]
+    return [rng.randint(0, 9) for _ in range(3)]
 
 
 def _text(rng: random.Random) -> str:
-    return "".join(rng.choice("abcdeABC") for _ in range(rng.randint(4, 7)))
+    return "".join(rng.choice("abcABC") for _ in range(rng.randint(3, 5)))
 
 
 def _constant(rng: random.Random) -> int:
     return rng.randint(2, 9)
 
 
+def _operator(rng: random.Random, signs: str = "+-*") -> tuple[str, str]:
+    sign = rng.choice(signs)
+    return sign, OPERATORS[sign]
+
+
+def _comparison(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(list(COMPARISONS.items()))
+
+
 def arithmetic(rng: random.Random) -> Draft:
-    """Two or three numbers through one expression."""
-    x, y = _pick(rng, NUMBERS, 2)
-    k, first, second = _constant(rng), rng.choice(list(OPERATORS)), rng.choice("+-")
-    name = rng.choice(("combine", "compute", "calc", "mix"))
+    """Two numbers through one expression."""
+    x, y = rng.sample(NUMBERS, 2)
+    k, (one, one_word), (two, two_word) = _constant(rng), _operator(rng), _operator(rng, "+-")
     return Draft(
-        name,
+        rng.choice(("combine", "compute", "calc")),
         (x, y),
-        f"{x} {OPERATORS[first]} {y}, {OPERATORS[second]} {k}",
-        (f"return {x} {first} {y} {second} {k}",),
+        f"{x} {one_word} {y}, {two_word} {k}",
+        (f"return {x} {one} {y} {two} {k}",),
         lambda r: (_number(r), _number(r)),
     )
 
 
 def linear(rng: random.Random) -> Draft:
     """A scaled number and an offset, in two steps."""
-    x, y, part = _pick(rng, NUMBERS, 3)
-    k, op = _constant(rng), rng.choice("+-")
-    name = rng.choice(("scale", "price", "line_at", "convert"))
+    x, y, part = rng.sample(NUMBERS, 3)
+    k, (one, one_word), (two, two_word) = _constant(rng), _operator(rng), _operator(rng, "+-")
     return Draft(
-        name,
+        rng.choice(("scale", "price", "convert")),
         (x, y),
-        f"{x} times {k}, {OPERATORS[op]} {y}",
-        (f"{part} = {x} * {k}", f"return {part} {op} {y}"),
+        f"{x} {one_word} {k}, {two_word} {y}",
+        (f"{part} = {x} {one} {k}", f"return {part} {two} {y}"),
         lambda r: (_number(r), _number(r)),
     )
 
 
-def clamp(rng: random.Random) -> Draft:
-    """Limit a number from below and from above."""
-    x, low, high = rng.choice(NUMBERS), rng.choice(("low", "lo", "least")), rng.choice(("high", "hi", "most"))
-    k, op = _constant(rng), rng.choice(list(OPERATORS))
-    name = rng.choice(("clamp", "limit", "bound"))
-
-    def draw(r: random.Random) -> Args:
-        low_value = r.randint(-2, 4)
-        return (_number(r), low_value, low_value + r.randint(1, 5))
-
+def branches(rng: random.Random) -> Draft:
+    """One of two values, by a comparison."""
+    x, y = rng.sample(NUMBERS, 2)
+    k, (sign, word), (cmp, cmp_word) = _constant(rng), _operator(rng), _comparison(rng)
     return Draft(
-        name,
-        (x, low, high),
-        f"{x} kept from {low} to {high}, {OPERATORS[op]} {k}",
-        (
-            f"if {x} < {low}:",
-            f"    return {low} {op} {k}",
-            f"if {x} > {high}:",
-            f"    return {high} {op} {k}",
-            f"return {x} {op} {k}",
-        ),
-        draw,
+        rng.choice(("choose", "decide", "route")),
+        (x, y),
+        f"{x} {word} {k} if {x} is {cmp_word} {y}, else {y}",
+        (f"if {x} {cmp} {y}:", f"    return {x} {sign} {k}", f"return {y}"),
+        lambda r: (r.randint(0, 5), r.randint(0, 5)),
     )
 
 
-def accumulate(rng: random.Random) -> Draft:
-    """Add up the items that pass a condition."""
-    xs, v, total = rng.choice(LISTS), rng.choice(ITEMS), rng.choice(("total", "acc", "result"))
-    k, cmp, op = rng.randint(1, 6), rng.choice(list(COMPARISONS)), rng.choice(list(OPERATORS))
-    c = _constant(rng)
-    name = rng.choice(("sum_where", "total_of", "add_up"))
+def limits(rng: random.Random) -> Draft:
+    """A number that is replaced when it passes a constant."""
+    x, y = rng.sample(NUMBERS, 2)
+    k, (sign, word), (cmp, cmp_word) = rng.randint(3, 6), _operator(rng), _comparison(rng)
     return Draft(
-        name,
-        (xs,),
-        f"sum of {v} {OPERATORS[op]} {c} for {v} in {xs} {COMPARISONS[cmp]} {k}",
-        (
-            f"{total} = 0",
-            f"for {v} in {xs}:",
-            f"    if {v} {cmp} {k}:",
-            f"        {total} += {v} {op} {c}",
-            f"return {total}",
-        ),
-        lambda r: (_numbers(r),),
+        rng.choice(("limit", "clamp", "bound")),
+        (x, y),
+        f"{y} if {x} is {cmp_word} {k}, else {x} {word} {y}",
+        (f"if {x} {cmp} {k}:", f"    return {y}", f"return {x} {sign} {y}"),
+        lambda r: (_number(r), _number(r)),
     )
 
 
-def count(rng: random.Random) -> Draft:
-    """Count the items that pass a condition."""
-    xs, v, total, n = rng.choice(LISTS), rng.choice(ITEMS), rng.choice(("count", "found")), rng.choice(NUMBERS)
-    cmp, op, k = rng.choice(list(COMPARISONS)), rng.choice("+-"), rng.randint(1, 4)
-    name = rng.choice(("count_where", "how_many", "tally"))
+def caps(rng: random.Random) -> Draft:
+    """The smaller or larger of two numbers, and an offset."""
+    x, y = rng.sample(NUMBERS, 2)
+    k, (sign, word) = rng.randint(3, 6), _operator(rng)
+    pick, pick_word = rng.choice((("min", "smaller"), ("max", "larger")))
     return Draft(
-        name,
-        (xs, n),
-        f"number of {xs} {COMPARISONS[cmp]} {n} {OPERATORS[op]} {k}",
-        (
-            f"{total} = 0",
-            f"for {v} in {xs}:",
-            f"    if {v} {cmp} {n} {op} {k}:",
-            f"        {total} += 1",
-            f"return {total}",
-        ),
-        lambda r: (_numbers(r), r.randint(0, 6)),
+        rng.choice(("cap", "floor", "edge")),
+        (x, y),
+        f"{pick_word} of {x} and {k}, {word} {y}",
+        (f"return {pick}({x}, {k}) {sign} {y}",),
+        lambda r: (_number(r), _number(r)),
     )
 
 
 def slices(rng: random.Random) -> Draft:
     """A part of a text, joined to another text."""
-    s, t = _pick(rng, TEXTS, 2)
-    k, tail, method = rng.randint(1, 4), rng.random() < 0.5, rng.choice(("upper", "lower"))
-    flip = rng.random() < 0.5
-    part, where = (f"{s}[{k}:]", f"without first {k}") if tail else (f"{s}[:{k}]", f"first {k} only")
-    left, right = (f"{t}.{method}()", part) if flip else (part, f"{t}.{method}()")
-    order = f"{t} {method}, then {s} {where}" if flip else f"{s} {where}, then {t} {method}"
-    name = rng.choice(("join_parts", "glue", "label"))
-    return Draft(name, (s, t), order, (f"return {left} + {right}",), lambda r: (_text(r), _text(r)))
+    s, t = rng.sample(TEXTS, 2)
+    k = rng.randint(1, 3)
+    part, word = rng.choice(((f"{s}[{k}:]", f"from {k}"), (f"{s}[:{k}]", f"up to {k}")))
+    return Draft(
+        rng.choice(("glue", "label", "splice")),
+        (s, t),
+        f"{s} {word}, then {t}",
+        (f"return {part} + {t}",),
+        lambda r: (_text(r), _text(r)),
+    )
 
 
 def strings(rng: random.Random) -> Draft:
-    """Repeat or keep a text by its length."""
-    s, n = rng.choice(TEXTS), rng.choice(NUMBERS)
-    cmp, k = rng.choice(list(COMPARISONS)), rng.randint(1, 3)
-    method = rng.choice(("upper", "lower"))
-    name = rng.choice(("emphasize", "style", "banner"))
+    """A repeated text and one in another case."""
+    s, t = rng.sample(TEXTS, 2)
+    k, method = rng.randint(2, 3), rng.choice(("upper", "lower"))
     return Draft(
-        name,
-        (s, n),
-        f"{s} {method} times {k} if its length is {COMPARISONS[cmp]} {n}, else {s} times {k + 1}",
-        (f"if len({s}) {cmp} {n}:", f"    return {s}.{method}() * {k}", f"return {s} * {k + 1}"),
-        lambda r: (_text(r), r.randint(4, 7)),
+        rng.choice(("style", "banner", "shout")),
+        (s, t),
+        f"{s} times {k}, then {t} {method}",
+        (f"return {s} * {k} + {t}.{method}()",),
+        lambda r: (_text(r)[:3], _text(r)[:3]),
     )
 
 
 def select(rng: random.Random) -> Draft:
     """A new list from the items that pass a condition."""
     xs, v = rng.choice(LISTS), rng.choice(ITEMS)
-    cmp, k, op, c = rng.choice(list(COMPARISONS)), rng.randint(1, 6), rng.choice(list(OPERATORS)), _constant(rng)
-    name = rng.choice(("select", "keep", "filter_by"))
+    k, c, (sign, word), (cmp, cmp_word) = rng.randint(3, 6), _constant(rng), _operator(rng), _comparison(rng)
     return Draft(
-        name,
+        rng.choice(("select", "keep", "pick")),
         (xs,),
-        f"{v} {OPERATORS[op]} {c} for {v} in {xs} {COMPARISONS[cmp]} {k}",
-        (f"return [{v} {op} {c} for {v} in {xs} if {v} {cmp} {k}]",),
+        f"{v} {word} {c} for {v} in {xs} {cmp_word} {k}",
+        (f"return [{v} {sign} {c} for {v} in {xs} if {v} {cmp} {k}]",),
         lambda r: (_numbers(r),),
     )
 
 
-def branches(rng: random.Random) -> Draft:
-    """One of two expressions, by a comparison."""
-    x, y = _pick(rng, NUMBERS, 2)
-    cmp, one, two = rng.choice(list(COMPARISONS)), rng.choice(list(OPERATORS)), rng.choice(list(OPERATORS))
-    k, c = _constant(rng), _constant(rng)
-    name = rng.choice(("choose", "decide", "route"))
+def items(rng: random.Random) -> Draft:
+    """One item of a list and a number."""
+    xs, n = rng.choice(LISTS), rng.choice(NUMBERS)
+    k, c, (one, one_word), (two, two_word) = rng.randint(0, 2), _constant(rng), _operator(rng), _operator(rng, "+-")
     return Draft(
-        name,
-        (x, y),
-        f"{x} {OPERATORS[one]} {k} if {x} is {COMPARISONS[cmp]} {y}, else {y} {OPERATORS[two]} {c}",
-        (f"if {x} {cmp} {y}:", f"    return {x} {one} {k}", f"return {y} {two} {c}"),
-        lambda r: (r.randint(0, 5), r.randint(0, 5)),
+        rng.choice(("fetch", "take", "lookup")),
+        (xs, n),
+        f"item {k} of {xs} {one_word} {n}, {two_word} {c}",
+        (f"return {xs}[{k}] {one} {n} {two} {c}",),
+        lambda r: (_numbers(r), _number(r)),
+    )
+
+
+def accumulate(rng: random.Random) -> Draft:
+    """Add up the items of a list, each changed, from a start."""
+    xs, v, total, n = rng.choice(LISTS), rng.choice(ITEMS), rng.choice(TOTALS), rng.choice(NUMBERS)
+    k, (sign, word) = _constant(rng), _operator(rng)
+    return Draft(
+        rng.choice(("add_up", "collect", "tally")),
+        (xs, n),
+        f"{n} plus sum of {v} {word} {k} for {v} in {xs}",
+        (f"{total} = {n}", f"for {v} in {xs}:", f"    {total} += {v} {sign} {k}", f"return {total}"),
+        lambda r: (_numbers(r), _number(r)),
+    )
+
+
+def count(rng: random.Random) -> Draft:
+    """Count the items that pass a condition."""
+    xs, v, n = rng.choice(LISTS), rng.choice(ITEMS), rng.choice(NUMBERS)
+    k, (sign, word), (cmp, cmp_word) = rng.randint(1, 3), _operator(rng, "+-"), _comparison(rng)
+    return Draft(
+        rng.choice(("how_many", "count_if", "matches")),
+        (xs, n),
+        f"number of {v} in {xs} {cmp_word} {n} {word} {k}",
+        (f"return len([{v} for {v} in {xs} if {v} {cmp} {n} {sign} {k}])",),
+        lambda r: (_numbers(r), r.randint(2, 7)),
     )
 
 
 def steps(rng: random.Random) -> Draft:
-    """A loop over a range of whole numbers."""
-    a, b = _pick(rng, NUMBERS, 2)
-    total, k, op = rng.choice(("total", "acc", "result")), _constant(rng), rng.choice(list(OPERATORS))
-    last, word = rng.choice((("", "before"), (" + 1", "up to")))
-    name = rng.choice(("range_sum", "series", "walk"))
+    """The sum of a range of whole numbers."""
+    a, b = rng.sample(NUMBERS, 2)
+    k, (sign, word) = _constant(rng), _operator(rng)
+    last, last_word = rng.choice((("", "before"), (" + 1", "up to")))
     return Draft(
-        name,
+        rng.choice(("series", "walk", "span_sum")),
         (a, b),
-        f"sum of i {OPERATORS[op]} {k} for i from {a} {word} {b}",
-        (f"{total} = 0", f"for i in range({a}, {b}{last}):", f"    {total} += i {op} {k}", f"return {total}"),
+        f"sum from {a} {last_word} {b}, {word} {k}",
+        (f"return sum(range({a}, {b}{last})) {sign} {k}",),
         lambda r: (r.randint(0, 3), r.randint(4, 7)),
-    )
-
-
-def search(rng: random.Random) -> Draft:
-    """The place of the first item that passes a condition."""
-    xs, n = rng.choice(LISTS), rng.choice(NUMBERS)
-    cmp, k, op = rng.choice(list(COMPARISONS)), rng.randint(1, 4), rng.choice("+-")
-    name = rng.choice(("find_first", "locate", "index_of"))
-    return Draft(
-        name,
-        (xs, n),
-        f"first i with {xs} at i {COMPARISONS[cmp]} {n} {OPERATORS[op]} {k}, else -1",
-        (
-            f"for i in range(len({xs})):",
-            f"    if {xs}[i] {cmp} {n} {op} {k}:",
-            "        return i",
-            "return -1",
-        ),
-        lambda r: (_numbers(r), r.randint(0, 6)),
     )
 
 
 def logic(rng: random.Random) -> Draft:
     """Whether two conditions hold, both or either."""
-    x, y = _pick(rng, NUMBERS, 2)
-    word, one, two = rng.choice(("and", "or")), rng.choice(list(COMPARISONS)), rng.choice(list(COMPARISONS))
-    k, c = rng.randint(1, 6), rng.randint(1, 6)
-    name = rng.choice(("check", "allowed", "is_valid"))
+    x, y = rng.sample(NUMBERS, 2)
+    joint, (one, one_word), (two, two_word) = rng.choice(("and", "or")), _comparison(rng), _comparison(rng)
+    k, c = rng.randint(2, 6), rng.randint(2, 6)
     return Draft(
-        name,
+        rng.choice(("check", "allowed", "is_valid")),
         (x, y),
-        f"whether {x} is {COMPARISONS[one]} {k} {word} {y} is {COMPARISONS[two]} {c}",
-        (f"return {x} {one} {k} {word} {y} {two} {c}",),
-        lambda r: (r.randint(0, 7), r.randint(0, 7)),
+        f"{x} is {one_word} {k} {joint} {y} is {two_word} {c}",
+        (f"return {x} {one} {k} {joint} {y} {two} {c}",),
+        lambda r: (r.randint(1, 7), r.randint(1, 7)),
     )
 
 
 def extremes(rng: random.Random) -> Draft:
     """The largest and the smallest item, combined (a held-out family)."""
-    xs, op, sign, k = rng.choice(LISTS), rng.choice(list(OPERATORS)), rng.choice("+-"), _constant(rng)
-    one, two = rng.choice((("max", "min"), ("min", "max")))
+    xs, k, (one, one_word), (two, two_word) = rng.choice(LISTS), _constant(rng), _operator(rng), _operator(rng, "+-")
+    first, second = rng.choice((("max", "min"), ("min", "max")))
     words = {"max": "largest", "min": "smallest"}
-    name = rng.choice(("spread", "extent", "span"))
     return Draft(
-        name,
+        rng.choice(("spread", "extent", "range_of")),
         (xs,),
-        f"{words[one]} of {xs} {OPERATORS[op]} {words[two]}, {OPERATORS[sign]} {k}",
-        (f"return {one}({xs}) {op} {two}({xs}) {sign} {k}",),
+        f"{words[first]} of {xs} {one_word} {words[second]}, {two_word} {k}",
+        (f"return {first}({xs}) {one} {second}({xs}) {two} {k}",),
         lambda r: (_numbers(r),),
     )
 
 
 def weighted(rng: random.Random) -> Draft:
-    """Add up a list by position (a held-out family)."""
-    xs, n, total = rng.choice(LISTS), rng.choice(NUMBERS), rng.choice(("total", "acc", "result"))
-    op, other, k = rng.choice(list(OPERATORS)), rng.choice("+-"), rng.randint(2, 6)
-    name = rng.choice(("weigh", "score", "rank_sum"))
+    """Add up a list by position, from a start (a held-out family)."""
+    xs, n, total = rng.choice(LISTS), rng.choice(NUMBERS), rng.choice(TOTALS)
+    k, (sign, word) = rng.randint(2, 6), _operator(rng)
     return Draft(
-        name,
+        rng.choice(("weigh", "score", "rank_sum")),
         (xs, n),
-        f"{n} plus sum of {xs} at i {OPERATORS[op]} i {OPERATORS[other]} {k}",
-        (
-            f"{total} = {n}",
-            f"for i in range(len({xs})):",
-            f"    {total} += {xs}[i] {op} i {other} {k}",
-            f"return {total}",
-        ),
-        lambda r: (_numbers(r), r.randint(0, 6)),
+        f"{n} plus sum of item i of {xs} {word} {k} for i before 3",
+        (f"{total} = {n}", "for i in range(3):", f"    {total} += {xs}[i] {sign} {k}", f"return {total}"),
+        lambda r: (_numbers(r), _number(r)),
     )
 
 
-FAMILIES: dict[str, Callable[[random.Random], Draft]] = {
-    "arithmetic": arithmetic,
-    "linear": linear,
-    "clamp": clamp,
-    "accumulate": accumulate,
-    "count": count,
-    "slices": slices,
-    "strings": strings,
-    "select": select,
-    "branches": branches,
-    "steps": steps,
-    "search": search,
-    "logic": logic,
-}
-
-HELD_OUT_FAMILIES: dict[str, Callable[[random.Random], Draft]] = {
-    "extremes": extremes,
-    "weighted": weighted,
-}
+_ALL = (arithmetic, linear, branches, limits, caps, slices, strings, select, items, accumulate, count, steps, logic)
+FAMILIES: dict[str, Callable[[random.Random], Draft]] = {family.__name__: family for family in _ALL}
+HELD_OUT_FAMILIES: dict[str, Callable[[random.Random], Draft]] = {"extremes": extremes, "weighted": weighted}

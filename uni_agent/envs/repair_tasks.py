@@ -22,6 +22,9 @@ LEVELS = {
     2: "one bug, no docstring: only the failing tests tell",
     3: "two bugs in one line, the docstring states the intent",
 }
+SHARES = {1: 0.4, 2: 0.2, 3: 0.4}
+"""How often each level is drawn, among those asked for."""
+
 HELD_OUT_SHARE = 0.2
 """Share of all functions that is never trained on."""
 
@@ -50,7 +53,7 @@ def generate_tasks(
 ) -> list[Task]:
     """Generate `num` verified tasks: the code fails a test, the solution passes all of them.
 
-    Levels and families alternate evenly. A function belongs to exactly one of `train` and `held_out`, by a
+    Families alternate evenly, levels are drawn by `SHARES`. A function belongs to exactly one of `train` and `held_out`, by a
     hash of its text without docstring, whatever the seed; `held_out_family` has families that `train` lacks.
     """
     tasks = stream_tasks(seed=seed, split=split, levels=levels)
@@ -69,7 +72,7 @@ def stream_tasks(*, seed: int, split: str = "train", levels: Sequence[int] = (1,
         rng = random.Random(f"{seed}/{split}/{number}")
         if number % len(families) == 0:
             random.Random(f"{seed}/{split}/order/{number}").shuffle(families)
-        level = levels[rng.randrange(len(levels))]
+        level = rng.choices(levels, [SHARES[level] for level in levels])[0]
         yield _make_task(f"{split}-{seed}-{number}", families[number % len(families)], level, split, rng)
         number += 1
 

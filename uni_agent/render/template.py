@@ -15,7 +15,14 @@ from uni_agent.errors import MessageError
 from uni_agent.protocols import RenderedDialogue
 from uni_agent.render.calls import THINK, read_assistant
 from uni_agent.render.messages import message_to_template, tool_to_json
-from uni_agent.render.tokens import apply_template, decode, read_eos_ids, require_template, until_stop
+from uni_agent.render.tokens import (
+    apply_template,
+    control_tokens,
+    decode,
+    read_eos_ids,
+    require_template,
+    until_stop,
+)
 from uni_agent.types import Message, ToolSpec
 
 if TYPE_CHECKING:
@@ -128,5 +135,5 @@ class TemplateRenderer:
         text = "Zq7"
         rendered = self._text([Message("user", "q"), Message("assistant", text)], (), prompt=False)
         after: list[int] = self._tokenizer.encode(rendered.rpartition(text)[2], add_special_tokens=False)
-        special = set(self._tokenizer.all_special_ids)
+        special = control_tokens(self._tokenizer)
         return [token for token in after if token in special][:1]

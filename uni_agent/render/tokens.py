@@ -54,8 +54,9 @@ class PlainEncoder:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._control_ids = frozenset(tokenizer.all_special_ids)
-        self._control_text = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")
+        control = control_tokens(tokenizer)
+        self._control_ids = frozenset(control)
+        self._control_text = re.compile("|".join(map(re.escape, control.values())) or "(?!)")
 
     def __call__(self, text: str) -> list[int]:
         ids = self._ids(text)
@@ -67,6 +68,13 @@ class PlainEncoder:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids) if text else []
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Id and text of the tokens that the tokenizer marks as special (turn markers, end, padding)."""
+    # all_special_ids leaves out those that have no role such as eos, <|im_start|> for one.
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    return {i: token.content for i, token in added.items() if token.special}
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:

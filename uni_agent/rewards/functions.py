@@ -53,6 +53,8 @@ def reward_from_function(fn: RewardFunction, name: str) -> Reward:
                 result = await asyncio.get_running_loop().run_in_executor(threads, _call, fn, episode, where)
                 if inspect.isawaitable(result):
                     result = await result
+        except UniAgentError:
+            raise
         except Exception as error:
             raise _failure(where, error) from error
         return scores_from(result, name, where)

@@ -237,6 +237,11 @@ class GroupPool:
         except ExceptionGroup as error:
             raise RunError(f"the rollout broke: {_named(error)}") from error
         for i, episode in zip(stale, again, strict=True):
+            if _is_stale(episode, self._oldest_allowed):
+                raise RunError(
+                    f"episode {episode.id} was sampled with version {episode.oldest_version} after version "
+                    f"{self._version} was said to be live; the engine did not take the new weights"
+                )
             episodes[i] = episode
         return replace(group, episodes=tuple(episodes))
 

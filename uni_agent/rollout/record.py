@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any, NamedTuple, cast
@@ -30,6 +31,7 @@ from uni_agent.types import (
     Turn,
 )
 
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 Array = npt.NDArray[Any]
 
 
@@ -101,7 +103,9 @@ def load_task(text: str) -> Task:
 def pack(value: object) -> Any:
     """A value as JSON can hold it; see the module's docstring."""
     kind = type(value)
-    if value is None or kind in (str, int, bool):
+    if kind is str:
+        return _pack_text(cast("str", value))
+    if value is None or kind in (int, bool):
         return value
     if kind is float:
         return value if math.isfinite(cast("float", value)) else {"$float": repr(value)}
@@ -115,7 +119,7 @@ def pack(value: object) -> Any:
     if isinstance(value, np.generic):
         return pack(value.item())
     if isinstance(value, str):  # a subclass, such as an enum
-        return str.__str__(value)
+        return _pack_text(str.__str__(value))
     if isinstance(value, int | float):
         return pack(int(value) if isinstance(value, int) else float(value))
     return {"$repr": repr(value)}
@@ -135,8 +139,15 @@ def unpack(value: Any) -> Any:
     return {key: unpack(item) for key, item in items.items()}
 
 
+def _pack_text(text: str) -> Any:
+    """JSON reads two escaped surrogates side by side as one character: such text is kept as bytes."""
+    if text.isascii() or not _PAIR.search(text):
+        return text
+    return {"$text": base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()}
+
+
 def _pack_mapping(value: Mapping[object, object]) -> Any:
-    if all(type(key) is str and not key.startswith("$") for key in value):
+    if all(type(key) is str and not key.startswith("$") and pack(key) == key for key in value):
         return {key: pack(item) for key, item in value.items()}
     return {"$map": [[pack(key), pack(item)] for key, item in value.items()]}
 
@@ -167,6 +178,7 @@ _TAGGED: dict[type, tuple[str, Callable[[Any], Any]]] = {
     np.ndarray: ("$array", _pack_array),
 }
 _UNTAGGED: dict[str, Callable[[Any], Any]] = {
+    "$text": lambda body: base64.b64decode(body).decode("utf-8", "surrogatepass"),
     "$float": float,
     "$map": lambda body: {unpack(key): unpack(item) for key, item in body},
     "$tuple": lambda body: tuple(unpack(item) for item in body),

@@ -70,7 +70,9 @@ class _TurnDraft:
     message: Message
     completion: Completion
     sampling: Sampling
-    timing: Timing
+    started_s: float
+    generate_s: float
+    tools_s: float = 0.0
     tool_results: tuple[ToolResult, ...] = ()
     reward: float | None = None
 
@@ -85,7 +87,7 @@ class _TurnDraft:
             sampling=self.sampling,
             tool_results=self.tool_results,
             reward=self.reward,
-            timing=self.timing,
+            timing=Timing(self.started_s, self.generate_s, self.tools_s),
         )
 
 
@@ -216,7 +218,7 @@ class Scribe:
             return
         turn.tool_results = tuple(tool_results)
         turn.reward = reward
-        turn.timing = replace(turn.timing, tools_s=time.perf_counter() - self._latest_at)
+        turn.tools_s = time.perf_counter() - self._latest_at
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """One trajectory per tape, in the order in which they were begun."""
@@ -306,7 +308,8 @@ class Scribe:
             message=message,
             completion=completion,
             sampling=sampling,
-            timing=Timing(started_s=began - self._started_at, generate_s=now - began),
+            started_s=began - self._started_at,
+            generate_s=now - began,
         )
         if not tape.turns:
             self._tapes.append(tape)

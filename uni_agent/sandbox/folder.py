@@ -22,7 +22,9 @@ def make_folder(parent: Path | None, uid: int | None) -> Path:
         if uid is not None:
             os.chown(folder, uid, uid)
     except OSError as error:
-        raise SandboxError(f"cannot make the sandbox's folder: {error}; check TMPDIR and free space") from error
+        raise SandboxError(
+            f"cannot make the sandbox's folder: {error}; check TMPDIR and free space"
+        ) from error
     return folder
 
 
@@ -47,7 +49,9 @@ def remove_folder(folder: Path) -> None:
 def _parts(path: str) -> tuple[str, ...]:
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path:
-        raise SandboxError(f"path {path!r} is not inside the sandbox's folder; give a relative path without '..'")
+        raise SandboxError(
+            f"path {path!r} is not inside the sandbox's folder; give a relative path without '..'"
+        )
     return pure.parts
 
 

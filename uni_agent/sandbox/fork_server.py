@@ -1,9 +1,9 @@
 """The fork server: one small, warm Python process that forks a child for each run of untrusted code.
 
-Runs as a script under `python -S -s -P -B -u` with a clean environment, on the standard library alone.
-In: request frames on a socket (id, what to run, folder, uid, limits). Out: one reply frame per request
-(wait status, why it was killed, output, usage). Limits, clocks and clean-up live here, so the owner only
-waits. Nothing here knows of tools, tasks, tests or event loops. `pool.py` is the other end of the socket.
+Runs under `python -S -s -P -B -u` with a clean environment, on the standard library alone (`pool.py`
+starts it, and is the other end of the socket). In: request frames (id, what to run, folder, uid, limits).
+Out: one reply frame per request (wait status, why it was killed, output, usage). Clocks and clean-up live
+here, so the owner only waits. Nothing here knows of tools, tasks, tests or event loops.
 
 The server is the subreaper of what it forks: a process that leaves its run's session becomes the
 server's child when its parent dies, and is killed; a reply is sent after the run's last process is gone.
@@ -11,75 +11,38 @@ server's child when its parent dies, and is killed; a reply is sent after the ru
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import gc
-import json
-import linecache
 import math
 import os
 import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
-import traceback
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from uni_agent.sandbox.child import (
+    KEPT_FDS,
+    PR_SET_CHILD_SUBREAPER,
+    become,
+    confine,
+    exec_code,
+    exec_program,
+    prctl,
+    stdlib_through_fds,
+)
+from uni_agent.sandbox.frames import FrameReader, pack_frame
 
 FIRST_UID, NUM_UIDS = 60706, 478
 """Uids 60706..61183 are reserved and unused on systemd hosts, and mapped in most rootless containers."""
 
-_KEPT_FDS, _MAX_FDS = 500, 512
+_MAX_FDS = 512
 _DRAIN_S = 5.0
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-
-
-# --- frames ---------------------------------------------------------------------------------------
-
-
-def pack_frame(meta: dict[str, Any], blobs: Sequence[bytes]) -> bytes:
-    """Encode one frame: two lengths, a JSON head, then the blobs."""
-    head = json.dumps({**meta, "sizes": [len(blob) for blob in blobs]}).encode()
-    return struct.pack("!IQ", len(head), sum(map(len, blobs))) + head + b"".join(blobs)
-
-
-class FrameReader:
-    """Cuts a byte stream into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
-        """Take more bytes; yield each frame that is now complete, as (head, blobs)."""
-        self._buffer += data
-        prefix = struct.calcsize("!IQ")
-        while len(self._buffer) >= prefix:
-            head_size, body_size = struct.unpack_from("!IQ", self._buffer)
-            end = prefix + head_size + body_size
-            if len(self._buffer) < end:
-                return
-            meta: dict[str, Any] = json.loads(self._buffer[prefix : prefix + head_size])
-            blobs: list[bytes] = []
-            at = prefix + head_size
-            for size in meta["sizes"]:
-                blobs.append(bytes(self._buffer[at : at + size]))
-                at += size
-            del self._buffer[:end]
-            yield meta, blobs
-
-
-# --- the machine ----------------------------------------------------------------------------------
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 def _memory_file(name: str, content: bytes = b"") -> int:
@@ -105,34 +68,6 @@ def _head_and_tail(fd: int, limit: int) -> tuple[bytes, int]:
     return os.pread(fd, head, 0) + marker + os.pread(fd, tail, size - tail), size
 
 
-def _stdlib_through_fds() -> None:
-    """Reach the standard library through open folders.
-
-    Where root's Python lies under /root (uv, pyenv), an ordinary user may read the library but not
-    walk to it; /proc/self/fd/N of a folder opened now leads there.
-    """
-    moved: dict[str, str] = {}
-    for path in [p for p in sys.path if os.path.isdir(p)]:
-        at = os.open(path, os.O_PATH | os.O_DIRECTORY)
-        fd = _KEPT_FDS + len(moved)
-        os.dup2(at, fd, inheritable=False)
-        os.close(at)
-        moved[path] = f"/proc/self/fd/{fd}"
-    sys.path[:] = list(moved.values())
-    for module in list(sys.modules.values()):
-        old = module.__dict__.get("__path__")
-        if isinstance(old, list):
-            for path in sorted(moved, key=len, reverse=True):
-                old[:] = [p.replace(path, moved[path], 1) if p.startswith(path) else p for p in old]
-
-
-def _become(uid: int) -> None:
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
-
-
 def _can_become_ordinary() -> str:
     """Try it in a child: "" when a run can have its own uid, else the reason why not."""
     if os.getuid() != 0:
@@ -140,7 +75,7 @@ def _can_become_ordinary() -> str:
     pid = os.fork()
     if pid == 0:
         try:
-            _become(FIRST_UID)
+            become(FIRST_UID)
             for path in sys.path:
                 if os.path.exists(path):
                     os.listdir(path)
@@ -165,93 +100,21 @@ def _tasks_of_user() -> int:
     return count
 
 
-# --- the child ------------------------------------------------------------------------------------
-
-
-def _confine(meta: dict[str, Any], spare_processes: int) -> None:
-    """Give up rights, in the child, before any untrusted code: limits, uid, folder, no way back."""
-    timeout_s, cpu_s, memory, _, file_bytes, processes = meta["limits"]
-    seconds = math.ceil(cpu_s) + 1  # the coarse kernel limit stands behind the precise timer
-    for kind, soft, hard in (
-        (resource.RLIMIT_CPU, seconds, seconds + 1),
-        (resource.RLIMIT_AS, memory, memory),
-        (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
-        (resource.RLIMIT_NPROC, processes + spare_processes, processes + spare_processes),
-        (resource.RLIMIT_NOFILE, 128, 128),
-        (resource.RLIMIT_CORE, 0, 0),
-    ):
-        ceiling = resource.getrlimit(kind)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
-        resource.setrlimit(kind, (soft, hard))
-    if meta["uid"] is not None:
-        _become(meta["uid"])
-    os.umask(0o077)
-    os.chdir(meta["folder"])
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, min(cpu_s, timeout_s))
-
-
-def _exec_program(meta: dict[str, Any]) -> NoReturn:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    environment = {**os.environ, "HOME": meta["folder"], "TMPDIR": meta["folder"], **meta["env"]}
-    try:
-        os.execvpe(meta["argv"][0], meta["argv"], environment)
-    except OSError as error:
-        os.write(2, f"{meta['argv'][0]}: {error.strerror}\n".encode())
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
-
-
-def _exit_code(value: object) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, int):
-        return value & 255
-    sys.stderr.write(f"{value}\n")
-    return 1
-
-
-def _exec_code(code: str | types.CodeType, folder: str) -> NoReturn:
-    """Run the code as a fresh `__main__`, print its traceback as Python would, exit."""
-    os.environ.update(HOME=folder, TMPDIR=folder)
-    sys.argv = ["main.py"]
-    sys.path.insert(0, folder)
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__builtins__=__builtins__, __file__="main.py")
-    sys.modules["__main__"] = module
-    status = 0
-    try:
-        if isinstance(code, str):
-            linecache.cache["main.py"] = (len(code), None, code.splitlines(keepends=True), "main.py")
-            code = compile(code, "main.py", "exec", dont_inherit=True)
-        exec(code, module.__dict__)
-    except SystemExit as error:
-        status = _exit_code(error.code)
-    except BaseException as error:
-        frames = error.__traceback__
-        traceback.print_exception(type(error), error, frames.tb_next if frames else None)
-        status = 1
-    try:
-        if (threading := sys.modules.get("threading")) is not None:
-            threading.__dict__["_shutdown"]()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-    except BaseException:
-        status = status or 120
-    os._exit(status)
-
-
-# --- the server -----------------------------------------------------------------------------------
-
-
 class _Run:
     """One live child, and what is known of it."""
 
-    __slots__ = ("deadline", "err", "fault", "id", "out", "output_bytes", "reason", "started", "status", "usage")
+    __slots__ = (
+        "deadline",
+        "err",
+        "fault",
+        "id",
+        "out",
+        "output_bytes",
+        "reason",
+        "started",
+        "status",
+        "usage",
+    )
 
     def __init__(self, meta: dict[str, Any], out: int, err: int, fault: int) -> None:
         self.id: int = meta["id"]
@@ -261,7 +124,11 @@ class _Run:
         self.out, self.err, self.fault = out, err, fault
         self.reason = ""
         self.status = 0
-        self.usage = (0.0, 0.0, 0)  # wall seconds, cpu seconds, ru_maxrss
+        self.usage: tuple[float, float, int] = (0.0, 0.0, 0)  # wall and cpu seconds, ru_maxrss
+
+
+def _ignore(number: int, frame: object) -> None:
+    """A handler that does nothing: SIGCHLD has only to write to the wake-up socket."""
 
 
 class Server:
@@ -288,7 +155,7 @@ class Server:
         wake, wake_write = socket.socketpair()
         for end in (wake, wake_write):
             end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         reader, poll = FrameReader(), select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -365,21 +232,21 @@ class Server:
     ) -> NoReturn:
         try:
             os.setsid()
-            fault = _KEPT_FDS - 1
+            fault = KEPT_FDS - 1
             os.dup2(fds[3], fault, inheritable=False)
             for target, fd in enumerate(fds[:3]):
                 os.dup2(fd, target)
             os.closerange(3, fault)
             code = self._compiled.get(source) or source.decode("utf-8", "surrogatepass")
             self.__dict__.clear()  # what waits for other runs is none of this one's business
-            _confine(meta, spare)
+            confine(meta, spare)
         except BaseException as error:
-            os.write(_KEPT_FDS - 1, f"{type(error).__name__}: {error}".encode())
+            os.write(KEPT_FDS - 1, f"{type(error).__name__}: {error}".encode())
             os._exit(120)
         os.close(fault)
         if meta["argv"]:
-            _exec_program(meta)
-        _exec_code(code, meta["folder"])
+            exec_program(meta)
+        exec_code(code, meta["folder"])
 
     def _kill(self, pid: int, run: _Run, reason: str) -> None:
         run.reason = run.reason or reason
@@ -442,9 +309,7 @@ class Server:
 
     def _answer(self, run: _Run) -> None:
         fault = os.read(run.fault, 4096).decode("utf-8", "replace")
-        (out, out_size), (err, err_size) = (
-            _head_and_tail(fd, run.output_bytes) for fd in (run.out, run.err)
-        )
+        (out, out_size), (err, err_size) = (_head_and_tail(fd, run.output_bytes) for fd in (run.out, run.err))
         for fd in (run.out, run.err, run.fault):
             os.close(fd)
         wall_s, cpu_s, peak = run.usage
@@ -482,15 +347,15 @@ class Server:
 
 
 def main() -> None:
-    """Say what this machine allows, then serve; arguments: socket fd, most runs at once, harness path."""
-    fd, max_concurrent, harness = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """Say what this machine allows, then serve; arguments: package, socket fd, most runs at once, harness."""
+    fd, max_concurrent, harness = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_FDS, _MAX_FDS))
     sock = socket.socket(fileno=fd)
     with open(harness, "rb") as file:
         source = file.read()
     if os.getuid() == 0 and sys.platform == "linux":
-        _stdlib_through_fds()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        stdlib_through_fds()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     reason = _can_become_ordinary()
     server = Server(sock, max_concurrent, reason)
     server.trust(source)
@@ -498,7 +363,3 @@ def main() -> None:
     gc.freeze()
     sock.sendall(pack_frame({"uid_reason": reason}, []))
     server.serve()
-
-
-if __name__ == "__main__":
-    main()

@@ -145,12 +145,16 @@ def _parse_comparison(source: str, test: ast.Compare) -> _Test:
     if not _is_literal(right):
         return _Test(ast.unparse(test), source, "run", bool, "")
     inside, value, compare = ast.unparse(left), ast.literal_eval(right), _OPERATORS[type(op)]
+
+    def holds(got: Any) -> bool:
+        return bool(compare(got, value))
+
     if isinstance(op, ast.Eq | ast.Is):
-        return _Test(inside, inside, "value", lambda got: bool(compare(got, value)), ast.unparse(right))
+        return _Test(inside, inside, "value", holds, ast.unparse(right))
     # the operator's text is what stands before the right side
     sign = ast.unparse(ast.Compare(ast.Name("_"), [op], [ast.Name("_")])).split(" ", 1)[1].rsplit(" ", 1)[0]
     wanted = f"a value {sign} {ast.unparse(right)}"
-    return _Test(inside, inside, "value", lambda got: bool(compare(got, value)), wanted)
+    return _Test(inside, inside, "value", holds, wanted)
 
 
 def _is_literal(node: ast.expr) -> bool:

@@ -32,7 +32,8 @@ def encode(value: Any) -> Any:
         return {"dict": [[encode(key), encode(item)] for key, item in dict.items(value)]}
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
-            return {kind.__name__: [encode(item) for item in kind.__iter__(value)]}
+            items: Any = value
+            return {kind.__name__: [encode(item) for item in items]}
     raise TypeError(type(value).__name__)
 
 

@@ -8,6 +8,7 @@ safe beside torch's threads. It must not know what the code is for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
@@ -23,13 +24,23 @@ from typing import Any
 
 from uni_agent.errors import SandboxError
 from uni_agent.protocols import SandboxLimits, SandboxResult, SandboxStatus
-from uni_agent.sandbox.fork_server import FIRST_UID, NUM_UIDS, FrameReader, pack_frame
+from uni_agent.sandbox.fork_server import FIRST_UID, NUM_UIDS
+from uni_agent.sandbox.frames import FrameReader, pack_frame
 
 LEVEL = 1
 """Own session, rlimits, clean environment, private folder, kill of everything left; own uid under root."""
 
+_PACKAGE = Path(__file__).parents[1]
 HARNESS_PATH = Path(__file__).with_name("harness.py")
-_SERVER_PATH = Path(__file__).with_name("fork_server.py")
+_BOOTSTRAP = """
+import sys, types
+for name, path in (("uni_agent", sys.argv[1]), ("uni_agent.sandbox", sys.argv[1] + "/sandbox")):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [path]
+from uni_agent.sandbox.fork_server import main
+main()
+"""
+"""Imports the server without the package's own imports, which need more than the standard library."""
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -73,9 +84,17 @@ class _Connection:
     def __init__(self, max_concurrent: int) -> None:
         ours, theirs = socket.socketpair()
         flags = ("-S", "-s", "-P", "-B", "-u")
+        arguments = [str(_PACKAGE), str(theirs.fileno()), str(max_concurrent), str(HARNESS_PATH)]
         try:
             self.process = subprocess.Popen(
-                [sys.executable, *flags, _SERVER_PATH, str(theirs.fileno()), str(max_concurrent), HARNESS_PATH],
+                [
+                    sys.executable,
+                    *flags,
+                    _SERVER_PATH,
+                    str(theirs.fileno()),
+                    str(max_concurrent),
+                    HARNESS_PATH,
+                ],
                 env=_ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -114,7 +133,9 @@ class _Connection:
         assert self.process.stderr is not None
         said = self.process.stderr.read().decode("utf-8", "replace").strip().splitlines()
         self.close()
-        raise SandboxError(f"the sandbox's fork server ended at its start: {said[-1] if said else 'no message'}")
+        raise SandboxError(
+            f"the sandbox's fork server ended at its start: {said[-1] if said else 'no message'}"
+        )
 
     def _read(self) -> None:
         why = "closed the connection"
@@ -125,7 +146,9 @@ class _Connection:
         except OSError as error:
             why = f"cannot be reached: {error}"
         with self._lock:
-            self.error = self.error or SandboxError(f"the sandbox's fork server {why}; the run's fate is unknown")
+            self.error = self.error or SandboxError(
+                f"the sandbox's fork server {why}; the run's fate is unknown"
+            )
             left = list(self._waiters)
         for run_id in left:
             self._settle(run_id, self.error)
@@ -167,10 +190,8 @@ class _Connection:
 
     def close(self) -> None:
         """End the server and everything it runs; blocks until it is gone."""
-        try:
+        with contextlib.suppress(OSError):  # the other side may have gone first
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side has gone first
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -254,6 +275,8 @@ class ForkServer:
         except asyncio.CancelledError:
             connection.cancel(run_id)
             await asyncio.wait([future], timeout=10)  # so that nothing lives on when the caller cleans up
+            if future.done():
+                future.exception()
             raise
         return result_of(reply, limits)
 

@@ -101,43 +101,64 @@ class GuardedSink:
 
 
 class TensorboardSink:
-    """Scalars and texts as TensorBoard event files (torch's writer, on the tensorboard package)."""
+    """Scalars and texts as TensorBoard event files (torch's writer, on the tensorboard package).
+
+    The folder is made with the first value.
+    """
 
     def __init__(self, folder: Path) -> None:
         _require("tensorboard")
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder))
+        _require("torch")
+        self._folder = folder
+        self._opened: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._writer()
         for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
+            writer.add_scalar(key, value, step)
+        writer.flush()
 
     def log_text(self, step: int, key: str, text: str) -> None:
-        self._writer.add_text(key, text, step)
+        self._writer().add_text(key, text, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    def _writer(self) -> Any:
+        if self._opened is None:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._opened = SummaryWriter(str(self._folder))
+        return self._opened
 
 
 class WandbSink:
-    """Scalars and texts as one Weights & Biases run. Blocks while wandb signs in."""
+    """Scalars and texts as one Weights & Biases run, which signs in with the first value."""
 
-    def __init__(self, project: str, name: str, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self, project: str, name: str, config: Mapping[str, Any] | None = None, folder: Path | None = None
+    ) -> None:
         _require("wandb")
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._run: Any = wandb.init(project=project, name=name, config=dict(config), dir=str(folder))
+        self._open = {"project": project, "name": name, "config": dict(config or {}), "dir": folder}
+        self._opened: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run().log(dict(metrics), step=step)
 
     def log_text(self, step: int, key: str, text: str) -> None:
-        self._run.log({key: text}, step=step)
+        self._run().log({key: text}, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        if self._opened is not None:
+            self._opened.finish()
+
+    def _run(self) -> Any:
+        if self._opened is None:
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            self._opened = wandb.init(**self._open)
+        return self._opened
 
 
 def _require(package: str) -> None:

@@ -71,15 +71,17 @@ def minibatches(all_items: Sequence[Item], size: int, *, seed: int) -> list[list
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where trajectories stand in packed rows: `places` int64[N], the flat place of every token.
+    """Where n trajectories of N tokens stand in packed rows.
 
-    Tokens are in the order of the trajectories given; rows are ordered by length, longest first.
+    int64[n]: lengths, rows, segments (from 1). places int64[N]: the flat place of every token, in the
+    order of the trajectories given. Rows are ordered by length, longest first.
     """
 
     num_rows: int
     width: int
     lengths: npt.NDArray[np.int64]
-    segment_of: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    segments: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
 
     def ints(self, arrays: Sequence[Int32Array], fill: int = 0) -> Int32Array:
@@ -125,9 +127,9 @@ def layout(lengths: Sequence[int], row_tokens: int) -> Layout:
     rank = np.empty(num_rows, np.int64)
     rank[order] = np.arange(num_rows)
     width = int(used.max(initial=0))
-    first = rank[row_of] * width + start_of if num_rows else start_of
-    within = _ramps(sizes)
-    return Layout(num_rows, width, sizes, segment_of, np.repeat(first, sizes) + within)
+    rows = rank[row_of] if num_rows else row_of
+    places = np.repeat(rows * width + start_of, sizes) + _ramps(sizes)
+    return Layout(num_rows, width, sizes, rows, segment_of, places)
 
 
 def _ramps(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -177,7 +179,7 @@ def score_batch(trajectories: Sequence[Trajectory], row_tokens: int) -> tuple[Ba
 def _pack(place: Layout, trajectories: Sequence[Trajectory], weights: Sequence[Float32Array]) -> Batch:
     shape = (place.num_rows, place.width)
     segments = np.zeros(shape, np.int32)
-    segments.reshape(-1)[place.places] = np.repeat(place.segment_of, place.lengths)
+    segments.reshape(-1)[place.places] = np.repeat(place.segments, place.lengths)
     positions = np.zeros(shape, np.int32)
     positions.reshape(-1)[place.places] = _ramps(place.lengths)
     return Batch(

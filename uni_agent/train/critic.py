@@ -1,27 +1,32 @@
-"""Critics: what a state is worth. Hidden states or token ids in, values per token out.
+"""Critics: what a state is worth. Hidden states or token ids in, values out.
 
-A critic says the value of the state *after* each token; `values_before` is the one place that shifts
-it, so that `values[t]` is the value of the state in which token t was chosen.
+`values[t]` is the value of the state in which token t was chosen, the state before it. The shift that
+this needs is made by `models.logprobs`, whose hidden states are those before each token.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from uni_agent.algos.losses import TensorBatch
-from uni_agent.errors import ConfigError
-from uni_agent.models import HFModel
-from uni_agent.models.logprobs import score_tokens
+from uni_agent.models import HFModel, TokenOutputs, causal_lm, score_tokens
+
+
+class Values(NamedTuple):
+    """float[B, L] values before each token, float[B, S] after the last token of each segment."""
+
+    before: Tensor
+    end: Tensor
 
 
 class Critic(Protocol):
-    """The value of the state after each token.
+    """Says the values of states.
 
     `module` holds the critic's own parameters; the learner trains, saves and loads them. With
-    `needs_hidden` the learner hands over the actor's last hidden states float[B, L, H].
+    `needs_hidden` the learner's own pass brings the actor's hidden states.
     """
 
     @property
@@ -30,8 +35,8 @@ class Critic(Protocol):
     @property
     def needs_hidden(self) -> bool: ...
 
-    def after(self, batch: TensorBatch, hidden: Tensor | None) -> Tensor:
-        """Values float[B, L]; entry t is the state that ends with token t."""
+    def values(self, batch: TensorBatch, actor: TokenOutputs) -> Values:
+        """Values of a micro-batch; differentiable."""
         ...
 
 
@@ -61,20 +66,20 @@ class TrunkCritic:
 
     def __init__(self, model: HFModel, *, train_trunk: bool = False) -> None:
         self.train_trunk = train_trunk
-        like = next(model.module.parameters())
-        self._head = ValueHead(hidden_size(model)).to(
-            like.device, torch.promote_types(like.dtype, torch.float32)
-        )
+        self._head = _head_for(model)
 
     @property
     def module(self) -> nn.Module:
         """The head."""
         return self._head
 
-    def after(self, batch: TensorBatch, hidden: Tensor | None) -> Tensor:
-        """Values float[B, L] from the actor's hidden states."""
-        assert hidden is not None
-        return self._head(hidden if self.train_trunk else hidden.detach())
+    def values(self, batch: TensorBatch, actor: TokenOutputs) -> Values:
+        """Values from the actor's hidden states."""
+        assert actor.hidden is not None
+        assert actor.end_hidden is not None
+        if self.train_trunk:
+            return Values(self._head(actor.hidden), self._head(actor.end_hidden))
+        return Values(self._head(actor.hidden.detach()), self._head(actor.end_hidden.detach()))
 
 
 class ModelCritic:
@@ -83,17 +88,15 @@ class ModelCritic:
     needs_hidden = False
 
     def __init__(self, model: HFModel) -> None:
-        like = next(model.module.parameters())
-        head = ValueHead(hidden_size(model)).to(like.device, torch.promote_types(like.dtype, torch.float32))
-        self._module = nn.ModuleDict({"trunk": model.module, "head": head})
+        self._module = nn.ModuleDict({"trunk": model.module, "head": _head_for(model)})
 
     @property
     def module(self) -> nn.Module:
         """The model and its head."""
         return self._module
 
-    def after(self, batch: TensorBatch, hidden: Tensor | None) -> Tensor:
-        """Values float[B, L] from the critic's own model."""
+    def values(self, batch: TensorBatch, actor: TokenOutputs) -> Values:
+        """Values from the critic's own model."""
         out = score_tokens(
             self._module["trunk"],
             batch.token_ids,
@@ -103,24 +106,10 @@ class ModelCritic:
             wanted=torch.zeros_like(batch.token_ids, dtype=torch.bool),
             with_hidden=True,
         )
-        return self._module["head"](out.hidden)
+        return Values(self._module["head"](out.hidden), self._module["head"](out.end_hidden))
 
 
-def values_before(after: Tensor, segments: Tensor) -> Tensor:
-    """Shift by one token: [B, L] values after each token -> values of the state before it.
-
-    0 at the first token of a segment, before which there is no state.
-    """
-    shifted = torch.zeros_like(after)
-    same = segments[:, 1:] == segments[:, :-1]
-    shifted[:, 1:] = torch.where(same, after[:, :-1], 0.0)
-    return shifted
-
-
-def hidden_size(model: HFModel) -> int:
-    """The width of the model's hidden states. Raises ConfigError for a model that has no config."""
-    config = getattr(model.module, "config", None)
-    size = getattr(config, "hidden_size", None)
-    if not isinstance(size, int):
-        raise ConfigError(f"{type(model.module).__name__} has no config.hidden_size; a value head needs it")
-    return size
+def _head_for(model: HFModel) -> ValueHead:
+    like = next(model.module.parameters())
+    width = int(causal_lm(model.module).get_output_embeddings().weight.shape[1])
+    return ValueHead(width).to(like.device, torch.promote_types(like.dtype, torch.float32))

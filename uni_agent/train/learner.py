@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +19,11 @@ from torch import Tensor, nn
 
 from uni_agent.algos.losses import Outputs, TensorBatch, finish_stats, merge_stats
 from uni_agent.errors import RunError
-from uni_agent.models import HFModel
-from uni_agent.models.logprobs import score_tokens
+from uni_agent.models import HFModel, score_tokens
 from uni_agent.protocols import Loss, TokenScores
 from uni_agent.train import state
 from uni_agent.train.batch import microbatches, score_batch
-from uni_agent.train.critic import Critic, values_before
+from uni_agent.train.critic import Critic
 from uni_agent.train.optim import OptimConfig, lr_factor, make_adamw
 from uni_agent.train.reference import Reference
 from uni_agent.types import Batch, Float32Array, Trajectory, Weights
@@ -47,14 +47,11 @@ class LearnerConfig:
     max_skipped: int = 3
 
 
-class _Forward:
-    """One forward: outputs per token, and the critic's values after each token."""
+class _Forward(NamedTuple):
+    """One forward: outputs per token, and the critic's values after each segment, float[B, S]."""
 
-    __slots__ = ("after", "outputs")
-
-    def __init__(self, outputs: Outputs, after: Tensor | None) -> None:
-        self.outputs = outputs
-        self.after = after
+    outputs: Outputs
+    end_values: Tensor | None
 
 
 class TorchLearner:
@@ -109,7 +106,7 @@ class TorchLearner:
         shape = batch.token_ids.shape
         logprobs = np.zeros(shape, np.float32)
         values = np.zeros(shape, np.float32) if self.critic else None
-        after = np.zeros(shape, np.float32) if self.critic else None
+        ends = np.zeros((shape[0], int(place.segments.max())), np.float32)
         ref_logprobs = np.zeros(shape, np.float32) if self.reference else None
         start = 0
         for micro in microbatches(batch, self.config.microbatch_tokens):
@@ -119,24 +116,21 @@ class TorchLearner:
             tensors = TensorBatch.from_numpy(micro, device=self.device)
             done = self._forward(tensors, entropy=False)
             _put(logprobs, part, done.outputs.logprobs, tensors)
-            if values is not None and after is not None and done.after is not None:
-                assert done.outputs.values is not None
+            if values is not None and done.outputs.values is not None and done.end_values is not None:
                 _put(values, part, done.outputs.values, tensors)
-                after[part] = done.after.float().cpu().numpy()
+                ends[part[0], : done.end_values.shape[1]] = done.end_values.float().cpu().numpy()
             if ref_logprobs is not None:
                 _put(ref_logprobs, part, self._reference_logprobs(tensors), tensors)
-        split = place.gather
-        per_values = split(values) if values is not None else None
-        per_after = split(after) if after is not None else None
-        per_ref = split(ref_logprobs) if ref_logprobs is not None else None
+        per_values = place.gather(values) if values is not None else None
+        per_ref = place.gather(ref_logprobs) if ref_logprobs is not None else None
         return [
             TokenScores(
                 own,
                 values=per_values[i] if per_values else None,
                 ref_logprobs=per_ref[i] if per_ref else None,
-                bootstrap=float(per_after[i][-1]) if per_after else 0.0,
+                bootstrap=float(ends[place.rows[i], place.segments[i] - 1]),
             )
-            for i, own in enumerate(split(logprobs))
+            for i, own in enumerate(place.gather(logprobs))
         ]
 
     def _forward(self, tensors: TensorBatch, *, entropy: bool) -> _Forward:
@@ -153,12 +147,12 @@ class TorchLearner:
         )
         if self.critic is None:
             return _Forward(Outputs(out.logprobs, out.entropy), None)
-        after = self.critic.after(tensors, out.hidden)
-        return _Forward(Outputs(out.logprobs, out.entropy, values_before(after, tensors.segments)), after)
+        values = self.critic.values(tensors, out)
+        return _Forward(Outputs(out.logprobs, out.entropy, values.before), values.end)
 
     def _reference_logprobs(self, tensors: TensorBatch) -> Tensor:
         assert self.reference is not None
-        with self.reference.module() as module:
+        with self.reference.active() as module:
             out = score_tokens(
                 module,
                 tensors.token_ids,

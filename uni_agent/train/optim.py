@@ -65,7 +65,7 @@ def make_adamw(config: OptimConfig, actor: nn.Module, critic: nn.Module | None) 
         groups += _groups(critic.parameters(), critic_lr, config.weight_decay)
     if not groups:
         raise ConfigError("the model has no parameter that requires a gradient; nothing can be trained")
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _groups(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, object]]:

@@ -1,4 +1,7 @@
-"""The reference policy that a KL is measured against: a frozen copy, or the model without its adapter."""
+"""The reference policy that a KL is measured against: a frozen copy, or the model without its adapter.
+
+Both satisfy what the learner asks of a reference, as does `models.Reference`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from uni_agent.models import HFModel
 class Reference(Protocol):
     """Gives the reference's module for the length of a `with`."""
 
-    def module(self) -> AbstractContextManager[nn.Module]: ...
+    def active(self) -> AbstractContextManager[nn.Module]: ...
 
 
 class FrozenCopy:
@@ -26,7 +29,7 @@ class FrozenCopy:
         self._module = copy.deepcopy(model.module).eval().requires_grad_(False)
 
     @contextmanager
-    def module(self) -> Generator[nn.Module]:
+    def active(self) -> Generator[nn.Module]:
         """Give the copy."""
         yield self._module
 
@@ -45,7 +48,7 @@ class AdapterOff:
         self._module = model.module
 
     @contextmanager
-    def module(self) -> Generator[nn.Module]:
+    def active(self) -> Generator[nn.Module]:
         """Give the model with its adapter turned off."""
         with self._module.disable_adapter():
             yield self._module

@@ -1,8 +1,4 @@
-"""Typed configuration: TOML files (`@ file.toml`) and dotted flags (`--train.lr 1e-5`) into one class.
-
-In: a `BaseConfig` subclass and an argument list. Out: a validated, frozen instance, or one
-`ConfigError` that lists every mistake at once, each with its file or flag, its full key, and the
-nearest valid key. Nothing is printed, nothing is read from the environment, nobody exits.
+"""TOML files and dotted flags, merged, typed and validated; every mistake explained.
 
 Both sources mean the same: a TOML value keeps its type, a flag's text is read as the field's type.
 `1e5` is an integer where the field is one; a quoted number in TOML is a mistake; `none` is None for
@@ -16,50 +12,32 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, RootModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
+from uni_agent.config.shape import (
+    UNKNOWN,
+    BaseConfig,
+    annotation_of,
+    has_surrogate,
+    item_annotation,
+    keys_of,
+    options_of,
+    tables_of,
+    type_name,
+)
 from uni_agent.errors import ConfigError, nearest
 
-Config = TypeVar("Config", bound="BaseConfig")
+Config = TypeVar("Config", bound=BaseConfig)
 KeyPath = tuple[str | int, ...]
 
 _INTEGER = re.compile(r"[+-]?\d(_?\d)*")
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
-
-
-class BaseConfig(BaseModel):
-    """Base of every config class and nested table: frozen, strict, unknown keys are errors.
-
-    A docstring under a field is its documentation. `renamed` maps a dotted key that was once valid
-    to its new name, so that an old file gets told.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
-
-    renamed: ClassVar[Mapping[str, str]] = {}
-
-
-class ConfigRow(NamedTuple):
-    """One key of a config class, as a reader wants to see it. `default` is TOML, or "required"."""
-
-    key: str
-    type: str
-    default: str
-    doc: str
 
 
 @dataclass(slots=True)
@@ -94,9 +72,6 @@ class _Layers:
         self.merge(nested, source)
 
 
-# --- loading --------------------------------------------------------------------------------------
-
-
 def load_config(cls: type[Config], argv: Sequence[str]) -> Config:
     """Read `@ file.toml` references, then dotted flags on top of them, wherever they stand.
 
@@ -112,7 +87,7 @@ def load_config(cls: type[Config], argv: Sequence[str]) -> Config:
             layers.errors.append(str(error))
     for flag, text in flags:
         _lay_flag(cls, flag, text, layers)
-    tree = {key: _typed(_annotation(cls, key), value) for key, value in layers.tree.items()}
+    tree = {key: _typed(annotation_of(cls, key), value) for key, value in layers.tree.items()}
     try:
         config = cls.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as invalid:
@@ -181,62 +156,25 @@ def _lay_flag(cls: type[BaseConfig], key: str, text: str | None, layers: _Layers
         return
     found: Any = cls
     for part in path:
-        found = _annotation(found, part)
-    tables = _tables(found)
+        found = annotation_of(found, part)
+    tables = tables_of(found)
     name = ".".join(path)
-    if found is _UNKNOWN:
+    if found is UNKNOWN:
         layers.errors.append(f"{source}: unknown key {name!r}; {_suggest(cls, name)}")
     elif tables and not (text or "").startswith(("{", "none", "None")):
         keys = ", ".join(f"--{name}.{sub}" for sub in tables[0].model_fields)
         layers.errors.append(f"{source}: {name!r} is a table; set one of {keys}")
-    elif text is None and bool not in _options(found):
-        layers.errors.append(f"{source}: needs a value ({_type_name(found)})")
-    elif text is not None and not text.isprintable() and _has_surrogate(text):
+    elif text is None and bool not in options_of(found):
+        layers.errors.append(f"{source}: needs a value ({type_name(found)})")
+    elif text is not None and not text.isprintable() and has_surrogate(text):
         layers.errors.append(f"{source}: the value is not valid UTF-8")
     else:
         layers.put(path, True if text is None else _from_text(found, text), source)
 
 
-# --- types ----------------------------------------------------------------------------------------
-
-_UNKNOWN = object()
-
-
-def _options(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation, unions and Annotated opened: `int | None` is [int, None]."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _options(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        return [option for part in get_args(annotation) for option in _options(part)]
-    return [annotation]
-
-
-def _tables(annotation: Any) -> list[type[BaseModel]]:
-    return [part for part in _options(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
-
-
-def _annotation(parent: Any, key: str) -> Any:
-    """The annotation of `key` inside a table or dict annotation; _UNKNOWN where there is none."""
-    for option in _options(parent):
-        if isinstance(option, type) and issubclass(option, BaseModel) and key in option.model_fields:
-            return option.model_fields[key].annotation
-        if get_origin(option) is dict:
-            return get_args(option)[1]
-    return _UNKNOWN
-
-
-def _item_annotation(options: Sequence[Any]) -> Any:
-    """The annotation of a list's or tuple's items; _UNKNOWN where no option is one."""
-    for option in options:
-        if get_origin(option) in (list, tuple, set, frozenset):
-            return get_args(option)[0]
-    return _UNKNOWN
-
-
 def _from_text(annotation: Any, text: str) -> Any:
     """Read a flag's text as the field's type; text that does not fit stays text and fails later."""
-    options = _options(annotation)
+    options = options_of(annotation)
     if types.NoneType in options and text.lower() == "none":
         return None
     for option in options:
@@ -244,13 +182,13 @@ def _from_text(annotation: Any, text: str) -> Any:
             for choice in get_args(option):
                 if str(choice) == text:
                     return choice
-    item = _item_annotation(options)
+    item = item_annotation(options)
     if text.startswith(("[", "{")) and str not in options:
         try:
             return tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             return text
-    if item is not _UNKNOWN:
+    if item is not UNKNOWN:
         return [_from_text(item, part.strip()) for part in text.split(",") if part.strip()]
     if bool in options and text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -266,25 +204,18 @@ def _from_text(annotation: Any, text: str) -> Any:
 
 def _typed(annotation: Any, value: Any) -> Any:
     """Let `1e5` be an integer and `none` be None where the field asks for it; all else stays."""
-    options = _options(annotation)
+    options = options_of(annotation)
     if isinstance(value, dict):
         table = typing.cast("dict[str, Any]", value)
-        return {key: _typed(_annotation(annotation, key), below) for key, below in table.items()}
+        return {key: _typed(annotation_of(annotation, key), below) for key, below in table.items()}
     if isinstance(value, list):
-        item = _item_annotation(options)
+        item = item_annotation(options)
         return [_typed(item, below) for below in typing.cast("list[Any]", value)]
     if isinstance(value, str) and value.lower() == "none" and types.NoneType in options:
         return None
     if isinstance(value, float) and value.is_integer() and int in options and float not in options:
         return int(value)
     return value
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-# --- explaining -----------------------------------------------------------------------------------
 
 
 def _explain(
@@ -302,8 +233,8 @@ def _explain(
     if kind == "missing":
         found: Any = cls
         for part in keys:
-            found = _annotation(found, part)
-        return f"{where}: key {key!r} is missing ({_type_name(found)})"
+            found = annotation_of(found, part)
+        return f"{where}: key {key!r} is missing ({type_name(found)})"
     if kind == "value_error":
         about = f"{key}: " if key else ""
         return f"{source}: {about}{message.removeprefix('Value error, ')}"
@@ -319,7 +250,7 @@ def _suggest(cls: type[BaseConfig], key: str) -> str:
     """Say which key was meant: a renamed one, a sibling, the same name elsewhere, or the nearest."""
     if key in cls.renamed:
         return f"it was renamed to {cls.renamed[key]!r}"
-    known = [found.name for found in _walk(cls)]
+    known = [found.name for found in keys_of(cls)]
     table, _, last = key.rpartition(".")
     siblings = [name for name in known if name.rpartition(".")[0] == table]
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
@@ -332,133 +263,3 @@ def _suggest(cls: type[BaseConfig], key: str) -> str:
         by_last = {name.rpartition(".")[2]: name for name in known}
         close = [by_last[name] for name in get_close_matches(last, by_last, n=1, cutoff=0.75)]
     return f"did you mean {close[0]!r}?" if close else nearest(key, siblings or known)
-
-
-class _Key(NamedTuple):
-    name: str
-    info: FieldInfo
-    default: Any  # _UNKNOWN where the key is required
-    is_table: bool
-
-
-def _walk(cls: type[BaseModel], prefix: str = "", parent: Any = None) -> Iterator[_Key]:
-    """Every dotted key in the order of the class, tables and what is in them. A default is the one
-    in force: a table's own default instance counts before the table's class."""
-    for name, info in cls.model_fields.items():
-        default: Any = _UNKNOWN
-        if isinstance(parent, cls):
-            default = getattr(parent, name)
-        elif not info.is_required():
-            default = info.get_default(call_default_factory=True)
-        below = _tables(info.annotation)
-        yield _Key(prefix + name, info, default, bool(below))
-        for table in below:
-            yield from _walk(table, f"{prefix}{name}.", default)
-
-
-# --- writing and describing -----------------------------------------------------------------------
-
-
-def to_toml(config: BaseConfig) -> str:
-    """Write every key with its value; `load_config` reads an equal config back."""
-    lines: list[str] = []
-    _write_table(config.model_dump(mode="json"), (), lines)
-    return "\n".join(lines).strip() + "\n"
-
-
-def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    # values first: in TOML a key after a [table] heading would belong to that table
-    for key, value in table.items():
-        if not isinstance(value, dict):
-            lines.append(f"{_toml_key(key)} = {toml_value(value)}")
-    for key, value in table.items():
-        if isinstance(value, dict):
-            below = (*path, key)
-            lines.append(f"\n[{'.'.join(map(_toml_key, below))}]")
-            _write_table(typing.cast("dict[str, Any]", value), below, lines)
-
-
-def _toml_key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else toml_value(key)
-
-
-def toml_value(value: object) -> str:
-    """One value as TOML text; None is "none", which `load_config` reads as None."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(item) for item in typing.cast("Sequence[object]", value)) + "]"
-    if isinstance(value, dict):
-        pairs = typing.cast("dict[str, object]", value).items()
-        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in pairs) + "}"
-    text = str(value)
-    if _has_surrogate(text):
-        raise ConfigError(f"the value {text!r} is not valid Unicode and cannot be written to a file")
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def describe(cls: type[BaseConfig]) -> list[ConfigRow]:
-    """List every key: dotted name, type with its bounds, default, documentation."""
-    rows: list[ConfigRow] = []
-    for key in _walk(cls):
-        if not key.is_table:
-            default = (
-                "required"
-                if key.default is _UNKNOWN
-                else toml_value(_Value(key.default).model_dump(mode="json"))
-            )
-            doc = " ".join((key.info.description or "").split())
-            rows.append(
-                ConfigRow(key.name, _type_name(key.info.annotation) + _bounds(key.info), default, doc)
-            )
-    return rows
-
-
-class _Value(RootModel[Any]):
-    """Any value, to be dumped as pydantic dumps it inside a config."""
-
-
-def toml_skeleton(cls: type[BaseConfig]) -> str:
-    """A TOML file with every key at its default and its documentation above it."""
-    tables: dict[str, list[ConfigRow]] = {"": []}  # keys without a table come first, as TOML wants
-    for row in describe(cls):
-        tables.setdefault(row.key.rpartition(".")[0], []).append(row)
-    lines: list[str] = []
-    for table, rows in tables.items():
-        lines += [f"[{table}]"] if table else []
-        for row in rows:
-            name = row.key.rpartition(".")[2]
-            lines += [f"# {row.doc} ({row.type})"] if row.doc else []
-            required = row.default == "required"
-            lines += [f"# {name} =   # required" if required else f"{name} = {row.default}", ""]
-    return "\n".join(lines).strip() + "\n"
-
-
-def _bounds(info: FieldInfo) -> str:
-    signs = {"Ge": ">=", "Gt": ">", "Le": "<=", "Lt": "<"}
-    attributes = {"Ge": "ge", "Gt": "gt", "Le": "le", "Lt": "lt"}
-    parts: list[str] = []
-    for item in info.metadata:
-        name = type(item).__name__
-        if name in signs:
-            parts.append(f" {signs[name]} {getattr(item, attributes[name])}")
-    return ",".join(parts)
-
-
-def _type_name(annotation: Any) -> str:
-    names: list[str] = []
-    for option in _options(annotation):
-        if option is types.NoneType:
-            names.append("none")
-        elif get_origin(option) is Literal:
-            names += [json.dumps(choice) for choice in get_args(option)]
-        elif get_origin(option) is not None:
-            inner = ", ".join("..." if part is Ellipsis else _type_name(part) for part in get_args(option))
-            names.append(f"{get_origin(option).__name__}[{inner}]")
-        else:
-            names.append(getattr(option, "__name__", str(option)))
-    return " | ".join(names)

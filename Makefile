@@ -1,0 +1,38 @@
+# make demo    train a small policy to repair code, from nothing to a summary
+# make test    the whole test suite
+# make check   format, lint, types, the house's rules
+# make clean   remove .venv and caches (never runs/)
+#
+# PYTHON=...       the interpreter for .venv (3.11 to 3.14; found by itself)
+# TORCH_INDEX=...  a package index for torch; on Linux without a GPU its CPU builds are much smaller
+# DEMO_ARGS=...    settings on top of the demo's, such as DEMO_ARGS="--steps 20"
+
+export PYTHON TORCH_INDEX
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test check clean venv
+.DEFAULT_GOAL := demo
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@sh .ci/venv
+
+venv: $(INSTALLED)
+
+demo: $(INSTALLED)
+	@$(BIN)/uni-agent train grpo @ examples/code_repair/demo.toml $(DEMO_ARGS)
+
+test: $(INSTALLED)
+	@$(BIN)/pytest $(TEST_ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/pytest tests/test_house.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

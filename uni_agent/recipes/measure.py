@@ -1,0 +1,93 @@
+"""Measuring a policy on tasks: run the attempts, and turn episodes into figures with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from uni_agent.algos.evaluation import Interval, clustered_interval, pass_at_k, wilson_interval
+from uni_agent.envs import TaskSet
+from uni_agent.rollout import EpisodeRunner, run_many
+from uni_agent.types import Episode
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an evaluation found. `success` and `first_turn` are shares of the scored episodes.
+
+    `first_turn` are successes in a single model call; `reward` clusters the attempts of a task.
+    """
+
+    success: Interval
+    first_turn: Interval
+    reward: Interval
+    pass_at: Mapping[int, float]
+    num_episodes: int
+    num_unscored: int
+
+
+def report(episodes: Sequence[Episode], *, success_at: float = 1.0, ks: Sequence[int] = (1,)) -> Report:
+    """Summarise episodes. Unscored ones are counted and left out, never taken as failures."""
+    by_task: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        if episode.reward is not None:
+            by_task.setdefault(episode.task.id, []).append(episode)
+    scored = [episode for group in by_task.values() for episode in group]
+    wins = {task: sum((e.reward or 0.0) >= success_at for e in group) for task, group in by_task.items()}
+    first = sum((e.reward or 0.0) >= success_at and e.num_turns == 1 for e in scored)
+    per_task = [sum(e.reward or 0.0 for e in group) / len(group) for group in by_task.values()]
+    pass_k: dict[int, float] = {}
+    for k in ks:
+        full = [pass_at_k(len(group), wins[task], k) for task, group in by_task.items() if len(group) >= k]
+        pass_k[k] = sum(full) / len(full) if full else float("nan")
+    return Report(
+        success=wilson_interval(sum(wins.values()), len(scored)),
+        first_turn=wilson_interval(first, len(scored)),
+        reward=clustered_interval(per_task),
+        pass_at=pass_k,
+        num_episodes=len(episodes),
+        num_unscored=len(episodes) - len(scored),
+    )
+
+
+async def attempt(
+    runner: EpisodeRunner,
+    tasks: TaskSet,
+    *,
+    num_attempts: int = 1,
+    concurrency: int = 64,
+    seed: int = 0,
+    progress: Callable[[int, int, Episode], None] | None = None,
+) -> list[Episode]:
+    """Run every task `num_attempts` times. The same seed gives each task the same random stream."""
+    chosen = list(tasks)
+    return await run_many(
+        runner.run,
+        chosen,
+        num_episodes=num_attempts * len(chosen),
+        concurrency=concurrency,
+        seed=seed,
+        progress=progress,
+    )
+
+
+def summarise(found: Report) -> dict[str, object]:
+    """The report as plain names and numbers."""
+    rows: dict[str, object] = {}
+    for name in ("success", "first_turn", "reward"):
+        interval: Interval = getattr(found, name)
+        rows |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    rows |= {f"pass@{k}": value for k, value in found.pass_at.items()}
+    return {**rows, "episodes": found.num_episodes, "unscored": found.num_unscored}
+
+
+def held_out_figures(found: Mapping[str, Report], when: str) -> dict[str, object]:
+    """Successes of each task set, with bounds: the first set as `held_out_*` and `first_attempt_*`."""
+    figures: dict[str, object] = {}
+    for number, (name, one) in enumerate(found.items()):
+        own = "held_out" if number == 0 else name.removeprefix("held_out_") + "_held_out"
+        first = "first_attempt" if number == 0 else name.removeprefix("held_out_") + "_first_attempt"
+        for key, interval in ((own, one.success), (first, one.first_turn)):
+            figures[f"{key}_{when}"] = interval.mean
+            figures[f"{key}_{when}_interval"] = [interval.low, interval.high]
+    return figures

@@ -1,0 +1,106 @@
+"""Sections that the recipes' configs share: names, numbers and what they mean. No behaviour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from uni_agent.config import BaseConfig
+from uni_agent.train.optim import OptimConfig
+from uni_agent.types import Sampling
+
+
+class WorldConfig(BaseConfig):
+    """The world half of a run."""
+
+    env: str = "code_debug_env"
+    """Name of a registered environment, or `module:Class` of your own."""
+    tools: tuple[str, ...] = ("code_executor",)
+    """Shipped tool names, or `module:function` of your own."""
+    reward: str = "code_test_pass_rate"
+    """Shipped reward, `module:function` of your own, or "" for the sum of the step rewards."""
+    system_prompt: str = ""
+    """The system message; "" sends none."""
+    max_turns: int = 0
+    """Model calls per episode; 0 takes the environment's registered max_steps."""
+    timeout_s: float = 300.0
+    """Wall-clock seconds per episode; what takes longer ends as `timeout` and does not train."""
+    concurrency: int = 64
+    """Episodes in flight."""
+
+
+class SamplingConfig(BaseConfig):
+    """How the policy draws tokens."""
+
+    temperature: float = 1.0
+    """0 is greedy, which is for evaluation only."""
+    max_tokens: int = 256
+    """Per turn."""
+    top_p: float = 1.0
+    """1 is off; for evaluation only."""
+    top_k: int = 0
+    """0 is off; for evaluation only."""
+
+    def to_sampling(self) -> Sampling:
+        """As the engines take it."""
+        return Sampling(**self.model_dump())
+
+
+class OptimizerConfig(BaseConfig):
+    """AdamW, and how much is computed at once."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+    warmup_steps: int = 5
+    """Optimizer steps of linear warm-up; 0 begins at `lr`."""
+    weight_decay: float = 0.0
+    """On matrices only."""
+    max_grad_norm: float = 1.0
+    """Over all parameters; 0 does not clip."""
+    microbatch_tokens: int = 16384
+    """Tokens of one forward and backward; bounds memory, never changes the result."""
+    lora_rank: int = 0
+    """0 trains all weights; above, a LoRA adapter of this rank."""
+
+    def to_optim(self) -> OptimConfig:
+        """As the learner takes it."""
+        return OptimConfig(
+            lr=self.lr,
+            warmup_steps=self.warmup_steps,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+
+class HeldOutConfig(BaseConfig):
+    """Evaluation on tasks that are never trained on, with the training's own sampling."""
+
+    tasks: tuple[str, ...] = ("test",)
+    """Files, or splits of the environment's own task set; the first one decides which checkpoint is best.
+    Empty evaluates nothing."""
+    num_tasks: int = 100
+    """0 takes a whole file."""
+    every: int = 0
+    """Steps between evaluations during training; 0 evaluates before and after only."""
+    success_at: float = 1.0
+    """An episode is a success from this reward on."""
+    seed: int = 0
+    """Of generated tasks; apart from the run's own seed, so that runs are measured on the same tasks."""
+
+
+class RunConfig(BaseConfig):
+    """The run directory, checkpoints and trackers."""
+
+    name: str = ""
+    """Folder under `root`; "" derives one from recipe, date and a number."""
+    root: str = "runs"
+    """Where run directories are made."""
+    save_every: int = 20
+    """Steps between checkpoints; 0 saves at the end only."""
+    trackers: tuple[str, ...] = ()
+    """Beside the run directory: `tensorboard`, `wandb`."""
+
+    def path_of(self, resume: str) -> tuple[Path, str | None]:
+        """Root and name: of the run to resume, or of the new one."""
+        if resume:
+            return Path(resume).resolve().parent, Path(resume).resolve().name
+        return Path(self.root), self.name or None

@@ -217,6 +217,7 @@ def test_describe_and_skeleton(tmp_path: Path) -> None:
     assert rows["train.learning_rate"].default == "0.002"  # the table's own default, not the class's
     assert rows["limit"].type == "int | none"
     assert rows["train.optimizer"].type == '"adamw" | "sgd"'
+    assert rows["tools"].type == "list[str]"
     assert "train" not in rows
     path = write(tmp_path, toml_skeleton(Outer))
     assert load_config(Outer, ["@", path]) == Outer()

@@ -23,11 +23,12 @@ from uni_agent.algos.advantages import gae, grpo
 from uni_agent.algos.losses import combine, policy_clip, value_clip
 from uni_agent.engines.local import LocalEngine
 from uni_agent.envs import EnvRegistry
+from uni_agent.envs.calculator import calculator
 from uni_agent.errors import UnknownNameError, UsageError
 from uni_agent.models import HFAutoModel, LoRA
 from uni_agent.protocols import Advantage, Loss, Reward, RewardContext, SandboxFactory, Tool
 from uni_agent.render import load_renderer
-from uni_agent.rewards import code_test_pass_rate, reward_from_function
+from uni_agent.rewards import code_test_pass_rate, code_test_progress, reward_from_function
 from uni_agent.rollout import EpisodeRunner, MakePolicy, ScribeFactory, rollout_metrics, run_many
 from uni_agent.rollout.scoring import score
 from uni_agent.sandbox import local_sandbox
@@ -41,8 +42,14 @@ from uni_agent.types import TRAINING_POLICY, Episode, Group, Sampling, Task, der
 
 T = TypeVar("T")
 
-TOOLS: dict[str, Callable[[], Tool]] = {"code_executor": CodeExecutor}
-REWARDS: dict[str, Reward] = {"code_test_pass_rate": code_test_pass_rate}
+TOOLS: dict[str, Callable[[], Tool]] = {
+    "code_executor": CodeExecutor,
+    "calculator": partial(tool, calculator),
+}
+REWARDS: dict[str, Reward] = {
+    "code_test_pass_rate": code_test_pass_rate,
+    "code_test_progress": code_test_progress,
+}
 
 
 def import_attribute(reference: str) -> Any:
@@ -64,7 +71,8 @@ def resolve_tool(item: str | Callable[..., Any] | Tool) -> Tool:
         return resolve_tool(import_attribute(item))
     if inspect.isfunction(item):
         return tool(item)
-    return item() if inspect.isclass(item) else item
+    made: Any = item() if inspect.isclass(item) else item
+    return made
 
 
 def resolve_reward(item: str | Callable[..., Any]) -> Reward:

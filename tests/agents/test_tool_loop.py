@@ -1,14 +1,21 @@
 """The tool loop against a scripted policy: what it says to whom, and how it ends."""
 
+import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from uni_agent.agents import ToolLoopAgent
+from uni_agent.envs import CalculatorEnv, CodeDebugEnv
+from uni_agent.envs.calculator import calculator
+from uni_agent.envs.code_debug import NUDGE
 from uni_agent.errors import ContextFull, SandboxError
 from uni_agent.protocols import ChatRequest, Reply, Sandbox, StepResult, ToolContext
+from uni_agent.sandbox import local_sandbox
 from uni_agent.testing import EchoEnvironment
+from uni_agent.tools import CodeExecutor, tool
 from uni_agent.types import Finish, Message, Task, ToolCall, ToolResult, ToolSpec
 
 TASK = Task("t", (Message("user", "add"),), {"secret": "42"})
@@ -53,11 +60,12 @@ class AddTool:
     async def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
         self.ran.append((arguments["a"], arguments["b"]))
         self.contexts.append(context)
+        await context.sandbox.write("ran", b"")
         return ToolResult("", "add", str(arguments["a"] + arguments["b"]))
 
 
 class CountedSandbox:
-    """A sandbox that only opens and closes."""
+    """A sandbox that only notes what happens to it."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -68,6 +76,9 @@ class CountedSandbox:
 
     async def __aexit__(self, *exc: object) -> None:
         self._log.append("close")
+
+    async def write(self, path: str, content: bytes) -> None:
+        self._log.append("write")
 
 
 class SteppedEnvironment(EchoEnvironment):
@@ -81,6 +92,18 @@ class SteppedEnvironment(EchoEnvironment):
     async def step(self, message: Message, tool_results: Sequence[ToolResult]) -> StepResult:
         self.saw.append((message, tuple(tool_results)))
         return next(self._results)
+
+
+class KeepsSteps(CodeDebugEnv):
+    """The shipped world, and what its steps gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[StepResult] = []
+
+    async def step(self, message: Message, tool_results: Sequence[ToolResult]) -> StepResult:
+        self.results.append(await super().step(message, tool_results))
+        return self.results[-1]
 
 
 def factory(log: list[str]) -> Callable[[], Sandbox]:
@@ -114,7 +137,7 @@ async def test_calls_run_and_their_results_go_to_world_and_model() -> None:
     assert env.saw[0][0] is call
     assert [result.content for result in env.saw[0][1]] == ["42"]
     assert env.saw[1] == (says("it is 42"), ())
-    assert log == ["open", "close"]
+    assert log == ["open", "write", "close"]
     assert adder.contexts[0].task is TASK
     assert adder.contexts[0].seed == policy.seed
 
@@ -159,7 +182,7 @@ async def test_x03_a_cut_turn_is_neither_judged_nor_run() -> None:
     assert await ToolLoopAgent([adder], factory(log)).run(TASK, env, policy) == "max_tokens"
     assert env.saw == []
     assert adder.ran == []
-    assert log == ["open", "close"]
+    assert log == []
 
 
 async def test_x03_a_final_answer_at_the_limit_of_turns_is_done() -> None:
@@ -196,12 +219,25 @@ async def test_a_cancelled_turn_ends_as_cancelled() -> None:
 @pytest.mark.parametrize("error", [ContextFull("no room"), RuntimeError("bug")])
 async def test_errors_are_raised_and_the_sandbox_is_closed(error: Exception) -> None:
     log: list[str] = []
+    policy = ScriptedPolicy(says("", add("c1", 1, 2)), error)
     with pytest.raises(type(error), match=str(error)):
-        await ToolLoopAgent([AddTool()], factory(log)).run(TASK, EchoEnvironment(), ScriptedPolicy(error))
-    assert log == ["open", "close"]
+        await ToolLoopAgent([AddTool()], factory(log)).run(TASK, EchoEnvironment(), policy)
+    assert log == ["open", "write", "close"]
 
 
-async def test_a_sandbox_that_does_not_start_is_a_sandbox_error() -> None:
+async def test_episodes_at_the_same_time_share_nothing() -> None:
+    log: list[str] = []
+    adder = AddTool()
+    agent = ToolLoopAgent([adder], factory(log))
+    policies = [ScriptedPolicy(says("", add("c1", i, 1)), says("42")) for i in range(3)]
+    ends = await asyncio.gather(*(agent.run(TASK, EchoEnvironment(), policy) for policy in policies))
+    assert ends == ["done"] * 3
+    assert [policy.requests[1].messages[-1].content for policy in policies] == ["1", "2", "3"]
+    assert len({id(context.sandbox) for context in adder.contexts}) == 3
+    assert sorted(log) == ["close"] * 3 + ["open"] * 3 + ["write"] * 3
+
+
+async def test_a_sandbox_that_cannot_be_made_is_a_sandbox_error() -> None:
     def broken() -> Sandbox:
         raise SandboxError("no space")
 
@@ -209,3 +245,38 @@ async def test_a_sandbox_that_does_not_start_is_a_sandbox_error() -> None:
     with pytest.raises(SandboxError, match="no space"):
         await ToolLoopAgent([], broken).run(TASK, EchoEnvironment(), policy)
     assert policy.requests == []
+
+
+async def test_a6_code_is_repaired_with_the_shipped_tool_world_and_sandbox() -> None:
+    task = CodeDebugEnv.task_from_json(
+        {"id": "a", "code": "def f(a):\n    return a - 1\n", "tests": "assert f(1) == 2\nassert f(2) == 3"}
+    )
+    wrong = ToolCall("c1", "code_executor", {"line": 2, "code": "    return 2"})
+    right = ToolCall("c2", "code_executor", {"line": 2, "code": "    return a + 1"})
+    policy, env = ScriptedPolicy(says("", wrong), says("hm"), says("", right)), KeepsSteps()
+    async with local_sandbox() as sandboxes:
+        end = await ToolLoopAgent([CodeExecutor()], sandboxes, max_turns=5).run(task, env, policy)
+    assert end == "done"
+    feedback = policy.requests[1].messages[-1]
+    assert feedback.role == "tool"
+    assert "1/2 tests passed" in feedback.content
+    assert policy.requests[2].messages[-1] == Message("user", NUDGE)
+    assert env.results[-1].metrics == {
+        "attempts": 3,
+        "solved": 1,
+        "first_attempt_solved": 0,
+        "passed": 2,
+        "total": 2,
+    }
+    assert env.results[-1].artifacts == {"solution.py": b"def f(a):\n    return a + 1\n"}
+
+
+async def test_the_calculator_is_played_with_a_function_as_its_tool() -> None:
+    task = CalculatorEnv.task("train-0-0")
+    a, b, c = (int(word) for word in re.findall(r"\d+", task.prompt[0].content))
+    times = ToolCall("c1", "calculator", {"left": a, "operation": "*", "right": b})
+    minus = ToolCall("c2", "calculator", {"left": a * b, "operation": "-", "right": c})
+    policy = ScriptedPolicy(says("", times), says("", minus), says(f"It is {a * b - c}"))
+    agent = ToolLoopAgent([tool(calculator)], factory([]), max_turns=6)
+    assert await agent.run(task, CalculatorEnv(), policy) == "done"
+    assert policy.requests[2].messages[-1].content == str(a * b - c)

@@ -93,3 +93,27 @@ def test_doctor_reports_and_exits_3_when_something_needed_is_missing(
     out = capsys.readouterr().out
     assert "MISSING\n  torch: pip install 'uni-agent-rl[train]'" in out
     assert "ready" not in out
+
+
+def test_the_project_can_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads)).save_pretrained(
+        tmp_path / "model"
+    )
+    assert main(["init", str(tmp_path / "project")]) == 0
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_env", raising=False)
+    capsys.readouterr()
+    assert main(["train", "grpo", "@", "grpo.toml", "--model", "../model", "--dry-run", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["plan"]["tasks"] == 3
+    assert shown["config"]["world"]["env"] == "my_env:MyEnv"
+    assert not (tmp_path / "project" / "runs").exists()

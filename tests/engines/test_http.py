@@ -196,7 +196,7 @@ async def test_retries_end_with_url_and_status(server):
 
 async def test_a_wait_beyond_a_minute_is_not_waited_for(server):
     server.script = [(429, "come back tomorrow", {"Retry-After": "86400"})]
-    with pytest.raises(EngineError, match="status 429.*come back tomorrow"):
+    with pytest.raises(EngineError, match=r"status 429.*come back tomorrow"):
         await ask(server)
 
 
@@ -210,15 +210,13 @@ async def test_other_client_errors_are_not_repeated(server, status):
 
 async def test_a_full_context_is_told_apart(server):
     server.script = [(400, {"error": {"code": "context_length_exceeded", "message": "too long"}}, {})]
-    with pytest.raises(ContextFull, match="status 400.*too long"):
+    with pytest.raises(ContextFull, match=r"status 400.*too long"):
         await ask(server)
 
 
 async def test_no_server_and_no_answer_name_the_url(server):
     server.script = [5.0, 5.0]
-    with pytest.raises(
-        EngineError, match=r"/v1/chat/completions failed after 1 attempts.*no answer in 0.2 s"
-    ):
+    with pytest.raises(EngineError, match=r"completions failed after 1 attempts.*no answer in 0.2 s"):
         await ask(server, timeout_s=0.2, attempts=1)
     server.url = "http://127.0.0.1:9/v1"
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/chat/completions failed after 1 attempts"):

@@ -139,28 +139,34 @@ async def test_a_groups_prompt_is_computed_once(make_model, make_engine, run, re
 async def test_longer_prompt_does_not_take_a_prefix_that_is_not_computed_yet(
     make_model, make_engine, run, reference, prompt
 ):
+    """Session b copies all but its last token from a, which lies in a higher row; c extends both."""
     model = make_model("llama")
     engine = make_engine(model)
     tokens = prompt(40, 2)
-    prompts = [tokens, tokens, tokens + prompt(20, 3), tokens]
-    results = await asyncio.gather(
-        *[run(engine, p, f"s{i}", max_tokens=6, seed=i) for i, p in enumerate(prompts)]
+    await run(engine, prompt(60, 9), "b", max_tokens=2)  # b owns row 0
+    jobs = {"a": tokens, "b": tokens, "c": tokens + prompt(20, 3), "d": tokens}
+    await engine.pause()  # so that all four are placed in one round
+    tasks = [asyncio.create_task(run(engine, p, s, max_tokens=6, seed=1)) for s, p in jobs.items()]
+    await asyncio.sleep(0)
+    await engine.resume()
+    results = await asyncio.gather(*tasks)
+    check(
+        [(r.logprobs, reference(model, p, r.token_ids)) for p, r in zip(jobs.values(), results, strict=True)]
     )
-    check([(r.logprobs, reference(model, p, r.token_ids)) for p, r in zip(prompts, results, strict=True)])
 
 
 async def test_the_cache_grows_under_running_requests(make_model, make_engine, run, reference, prompt):
     model = make_model("llama", max_position_embeddings=2048)
     engine = make_engine(model, context_size=2000)
-    short = asyncio.create_task(run(engine, prompt(20, 1), "short", max_tokens=150, seed=1))
+    short = asyncio.create_task(run(engine, prompt(20, 1), "short", max_tokens=100, seed=1))
     await asyncio.sleep(0.03)
-    long = await run(engine, prompt(1100, 2), "long", max_tokens=10, seed=2)
-    again = await run(engine, prompt(20, 1), "again", max_tokens=1900, seed=1)
+    long = await run(engine, prompt(600, 2), "long", max_tokens=10, seed=2)
+    again = await run(engine, prompt(700, 1), "again", max_tokens=400, seed=1)
     first = await short
     check(
         [
             (first.logprobs, reference(model, prompt(20, 1), first.token_ids)),
-            (long.logprobs, reference(model, prompt(1100, 2), long.token_ids)),
-            (again.logprobs, reference(model, prompt(20, 1), again.token_ids)),
+            (long.logprobs, reference(model, prompt(600, 2), long.token_ids)),
+            (again.logprobs, reference(model, prompt(700, 1), again.token_ids)),
         ]
     )

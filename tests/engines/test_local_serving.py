@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from uni_agent.engines import local_slots
 from uni_agent.engines.local_decoder import Decoder
 from uni_agent.errors import EngineError, ModelError
 from uni_agent.types import Chunk, Completion, Sampling
@@ -261,13 +262,22 @@ async def test_a_failing_forward_fails_its_requests_and_the_engine_goes_on(
         await asyncio.wait_for(run(engine, prompt(5, 1), "late", max_tokens=5), 10)
 
 
-async def test_a_cache_that_does_not_fit_fails_its_request_only(make_model, make_engine, run, prompt):
-    model = make_model("llama", max_position_embeddings=10**8, num_hidden_layers=1)
-    model.config.num_hidden_layers = 4000  # as if each token cost that much
-    engine = make_engine(model, context_size=100_000, max_running=64)
+async def test_a_cache_that_does_not_fit_fails_its_request_only(
+    make_model, make_engine, run, prompt, monkeypatch
+):
+    zeros = local_slots._zeros
+
+    def scarce(shape, dtype, device):
+        if shape[-2] > 512:
+            raise MemoryError
+        return zeros(shape, dtype, device)
+
+    monkeypatch.setattr(local_slots, "_zeros", scarce)
+    engine = make_engine(make_model("llama", max_position_embeddings=5000), context_size=5000)
     quick = asyncio.create_task(run(engine, prompt(5, 1), "quick", max_tokens=30))
-    with pytest.raises(EngineError, match=r"64 slots of 100000 tokens needs .* GiB.*lower cache_slots"):
-        await run(engine, prompt(5, 2), "huge", max_tokens=99_990)
+    for _ in range(4):
+        with pytest.raises(EngineError, match=r"8 slots of 1024 tokens needs .* GiB.*lower cache_slots"):
+            await run(engine, prompt(5, 2), "huge", max_tokens=900)
     assert len((await quick).token_ids) == 30
 
 

@@ -84,7 +84,7 @@ def test_w06_merging_never_touches_the_base(folders: Any, tmp_path: Path) -> Non
         key = "model.layers.0.self_attn.q_proj"
         layer: Any = model.module.get_submodule(f"base_model.model.{key}")
         before = layer.base_layer.weight.clone()
-        a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
+        a, b = (layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float().clone())
         expected = (before.float() + b @ a).to(before.dtype)
         for _ in range(100):
             merged = merged_weights(model.module)
@@ -208,5 +208,5 @@ def test_missing_folder_and_unsupported_families(folders: Any, tmp_path: Path) -
         HFAutoModel.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="does not exist"):
         count_parameters(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="'gemma2'.*soft-capped"):
+    with pytest.raises(ModelError, match=r"'gemma2'.*soft-capped"):
         HFAutoModel.from_pretrained(folders("gemma2"))

@@ -129,12 +129,16 @@ def test_q04_one_answer_in_every_layout(folders: Any, name: str) -> None:
         ([[0, 0, *ROW]], [[0, 0] + [1] * N], [[0, 0, *at]], 0, 2),
         ([[*ROW, 0, 0]], [[1] * N + [0, 0]], [[*at, 0, 0]], 0, 0),
         ([[*OTHER, *ROW]], [[1] * M + [2] * N], [[*rest, *at]], 0, M),
-        ([[*ROW, *OTHER], [0, *ROW, 9, 9]], [[1] * N + [2] * M, [0] + [1] * N + [2, 2]], None, 1, 1),
+        (
+            [[*ROW, *OTHER], [0, *ROW, 9, 9]],
+            [[1] * N + [2] * M, [0] + [1] * N + [2, 2]],
+            [[*at, *rest], [0, *at, 0, 1]],
+            1,
+            1,
+        ),
         ([ROW, ROW], None, None, 1, 0),
     ]
     for ids, segments, positions, row, begin in layouts:
-        if positions is None and segments is not None:
-            positions = [[*at, *rest], [0, *at, 0, 1]]
         out = score(module, ids, segments, positions, with_hidden=True)
         got = out.logprobs[row, begin : begin + N]
         assert got[0] == 0

@@ -131,3 +131,9 @@ def make_folder(bpe: Any, tmp_path: Path) -> Any:
         return save(bpe, tmp_path / sub, text, renderer)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def glm_tokenizer() -> Any:
+    marks = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "/nothink")
+    return build_bpe((*marks, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))

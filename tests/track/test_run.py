@@ -15,7 +15,7 @@ import pytest
 
 from uni_agent.config import BaseConfig, load_config
 from uni_agent.errors import MissingDependencyError, UsageError
-from uni_agent.track import Run, TensorboardSink, WandbSink, clean_text, read_jsonl, read_metrics
+from uni_agent.track import Run, WandbSink, clean_text, read_jsonl, read_metrics
 from uni_agent.track.sinks import TEXT_LIMIT, GuardedSink
 
 
@@ -174,12 +174,19 @@ def test_full_queue_drops_instead_of_waiting() -> None:
 def test_tensorboard_sink_writes_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     pytest.importorskip("torch")
-    with Run.create("sft", Config(), root=tmp_path, sinks=[TensorboardSink(tmp_path / "tb")]) as run:
+    with Run.create("sft", Config(), root=tmp_path, trackers=["tensorboard"]) as run:
         run.log(1, {"train/loss": 1.0, "bad": math.nan})
-    assert run.sink_errors == 0
-    (events,) = (tmp_path / "tb").iterdir()
+    run.close()
+    assert [sink.errors for sink in run.sinks] == [0]
+    (events,) = run.path.rglob("events.out.tfevents.*")
     assert b"train/loss" in events.read_bytes()
     assert b"bad" not in events.read_bytes()
+
+
+def test_unknown_tracker_is_named_before_a_folder_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tensorboard"):
+        Run.create("sft", Config(), root=tmp_path, trackers=["tensorbord"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_tracker_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,14 @@ def test_n01_a_streak_stops_the_run_and_names_step_and_tensors(tiny, tape, tmp_p
     assert not (tmp_path / "never").exists()
 
 
+def test_n01_skips_with_good_steps_between_are_no_streak(tiny, tape):
+    learner = TorchLearner(tiny(), replace(config(), microbatch_tokens=10_000, max_skipped=1))
+    batch = batch_of(learner, tapes(tape), row_tokens=1000)
+    loss = poisoned(policy_clip, steps={1, 3, 5})
+    skipped = [learner.step(batch, loss)["train/skipped"] for _ in range(6)]
+    assert skipped == [1, 0, 1, 0, 1, 0]
+
+
 def test_a_loss_that_raises_leaves_the_learner_as_it_was(tiny, tape):
     learner = TorchLearner(tiny(), config())
     batch = batch_of(learner, tapes(tape))

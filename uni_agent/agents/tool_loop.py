@@ -1,7 +1,7 @@
 """The tool loop: ask the policy, run the calls it makes, tell the environment, until it is over.
 
-Messages flow in and out; tokens, scores and training are elsewhere. The sandbox that the tools share
-lives as long as the episode.
+Messages flow in and out; tokens, scores and training are elsewhere. The tools of an
+episode share one sandbox, which starts when a tool first needs it and ends with the episode.
 """
 
 from __future__ import annotations
@@ -38,14 +38,8 @@ class ToolLoopAgent:
     async def run(self, task: Task, env: Environment, policy: Policy) -> EndReason:
         """Play one episode and say how it ended; what breaks is raised."""
         messages = [*self._system, *await env.reset(task)]
-        async with (
-            self._sandbox() as sandbox,
-            Toolbox(
-                self._tools,
-                ToolContext(task, sandbox, policy.seed),
-                max_calls_per_turn=self._max_calls_per_turn,
-            ) as toolbox,
-        ):
+        context = ToolContext(task, self._sandbox(), policy.seed)
+        async with Toolbox(self._tools, context, max_calls_per_turn=self._max_calls_per_turn) as toolbox:
             turn = 0
             while True:
                 reply = await policy.chat(ChatRequest(tuple(messages), toolbox.specs))

@@ -43,6 +43,7 @@ def options_of(annotation: Any) -> list[Any]:
 
 
 def tables_of(annotation: Any) -> list[type[BaseModel]]:
+    """The config classes among the alternatives; none for a plain value."""
     return [part for part in options_of(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
@@ -65,6 +66,8 @@ def item_annotation(options: Sequence[Any]) -> Any:
 
 
 class Key(NamedTuple):
+    """One key of a config class: its dotted name, and the default in force."""
+
     name: str
     info: FieldInfo
     default: Any  # UNKNOWN where the key is required
@@ -87,6 +90,7 @@ def keys_of(cls: type[BaseModel], prefix: str = "", parent: Any = None) -> Itera
 
 
 def type_name(annotation: Any) -> str:
+    """An annotation in a reader's words: `int | none`, `list[str]`, `"a" | "b"`."""
     names: list[str] = []
     for option in options_of(annotation):
         if option is types.NoneType:
@@ -94,12 +98,16 @@ def type_name(annotation: Any) -> str:
         elif get_origin(option) is Literal:
             names += [json.dumps(choice) for choice in get_args(option)]
         elif get_origin(option) is not None:
-            inner = ", ".join("..." if part is Ellipsis else type_name(part) for part in get_args(option))
-            names.append(f"{get_origin(option).__name__}[{inner}]")
+            parts = get_args(option)
+            if parts[-1:] == (Ellipsis,):  # a tuple of any length, which TOML and flags write as a list
+                names.append(f"list[{type_name(parts[0])}]")
+            else:
+                names.append(f"{get_origin(option).__name__}[{', '.join(map(type_name, parts))}]")
         else:
             names.append(getattr(option, "__name__", str(option)))
     return " | ".join(names)
 
 
 def has_surrogate(text: str) -> bool:
+    """Whether a text holds lone surrogates, which no UTF-8 file can."""
     return any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -186,12 +186,12 @@ class Slots:
         shape = (g.layers, 2, self.count, g.kv_heads, capacity, g.head_dim)
         # zeros, not empty: attention multiplies masked values by 0, and 0 * NaN is NaN
         try:
-            cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        except RuntimeError as error:
+            cache = _zeros(shape, self._dtype, self._device)
+        except (MemoryError, RuntimeError) as error:
             size = math.prod(shape) * self._dtype.itemsize
             raise EngineError(
-                f"the cache for {self.count} slots of {capacity} tokens needs {size / 2**30:.1f} GiB, which this "
-                "machine refuses; lower cache_slots, max_running, or the tokens of a request"
+                f"the cache for {self.count} slots of {capacity} tokens needs {size / 2**30:.1f} GiB, which "
+                "this machine refuses; lower cache_slots, max_running, or the tokens of a request"
             ) from error
         if self.capacity:
             cache[..., : self.capacity, :] = self.cache
@@ -241,3 +241,11 @@ class Slots:
             moved = self.request[row]
             if moved is not None:
                 moved.row = row
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose memory is taken when it is first written; torch.zeros on a CPU writes all of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    blank = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(blank).view(dtype).view(shape)

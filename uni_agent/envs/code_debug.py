@@ -103,7 +103,7 @@ class CodeDebugEnv:
         solved = False
         for result in tried[: self._max_attempts - self._attempts]:
             self._attempts += 1
-            if "program" in result.data:
+            if "passed" in result.data:
                 self._last = result.data
                 solved = _passes(result.data)
             if solved:

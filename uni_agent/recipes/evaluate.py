@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -61,14 +61,13 @@ class Config(BaseConfig):
 
 
 @asynccontextmanager
-async def open_policy(config: Config) -> AsyncIterator[MakePolicy]:
+async def open_policy(config: Config) -> AsyncGenerator[MakePolicy]:
     """The model in this process, or the endpoint."""
+    sampling = config.sampling.to_sampling()
     if config.endpoint:
+        key = os.environ.get(config.api_key_env, "")
         async with HttpPolicyFactory(
-            config.endpoint,
-            model=config.model,
-            api_key=os.environ.get(config.api_key_env, ""),
-            sampling=config.sampling.to_sampling(),
+            config.endpoint, model=config.model, api_key=key, sampling=sampling
         ) as factory:
             yield factory
         return
@@ -76,7 +75,7 @@ async def open_policy(config: Config) -> AsyncIterator[MakePolicy]:
     renderer = load_renderer(config.model, name=config.renderer or None)
     engine = LocalEngine(model.module, context_size=model.context_size, decode=renderer.decode)
     try:
-        yield ScribeFactory(engine, renderer, config.sampling.to_sampling())
+        yield ScribeFactory(engine, renderer, sampling)
     finally:
         await engine.close()
 
@@ -112,7 +111,8 @@ async def _run(config: Config) -> Mapping[str, object]:
         EpisodeStore(record.path).write(0, episodes, split="eval")
         found = report(episodes, success_at=config.success_at, ks=config.pass_at)
         record.log(0, rollout_metrics(episodes))
-        summary = {**summarise(found), "seconds": time.perf_counter() - began, "run": str(record.path)}
+        figures = summarise(found)
+        live.table([{"figure": name, "value": value} for name, value in figures.items()])
+        summary = {**figures, "seconds": time.perf_counter() - began, "run": str(record.path)}
         record.write_summary(summary)
-        live.table([{"figure": name, "value": value} for name, value in summary.items()])
     return summary

@@ -71,11 +71,11 @@ async def attempt(
     )
 
 
-def summarise(found: Report) -> dict[str, object]:
+def summarise(found: Report) -> dict[str, float]:
     """The report as plain names and numbers."""
-    rows: dict[str, object] = {}
-    for name in ("success", "first_turn", "reward"):
-        interval: Interval = getattr(found, name)
+    rows: dict[str, float] = {}
+    intervals = {"success": found.success, "first_turn": found.first_turn, "reward": found.reward}
+    for name, interval in intervals.items():
         rows |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
     rows |= {f"pass@{k}": value for k, value in found.pass_at.items()}
     return {**rows, "episodes": found.num_episodes, "unscored": found.num_unscored}

@@ -5,8 +5,9 @@ recipe does between two steps (save, evaluate, show, stop). The algorithm itself
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, Protocol
 
 from uni_agent.engines.local import LocalEngine
 from uni_agent.envs import EnvRegistry, TaskSet
-from uni_agent.errors import UsageError
 from uni_agent.models import HFAutoModel, LoRA, count_parameters
 from uni_agent.protocols import Loss, TokenScores
 from uni_agent.recipes.interrupt import Interrupt, Interrupted, interruptible, resume_hint
@@ -22,7 +22,7 @@ from uni_agent.recipes.measure import Report, attempt, held_out_figures, report
 from uni_agent.recipes.sections import HeldOutConfig, OptimizerConfig, RunConfig, SamplingConfig, WorldConfig
 from uni_agent.recipes.world import known_env, load_tasks, open_runner
 from uni_agent.render import load_renderer
-from uni_agent.rollout import EpisodeRunner, EpisodeStore, GroupPool, ScribeFactory
+from uni_agent.rollout import EpisodeRunner, EpisodeStore, GroupPool, ScribeFactory, StepFailed
 from uni_agent.track import LiveConsole, Run
 from uni_agent.train.checkpoint import Checkpoint, Checkpoints
 from uni_agent.train.critic import TrunkCritic
@@ -123,10 +123,12 @@ class Session:
     async def next_groups(self, pool: GroupPool) -> list[Group]:
         """The groups of this step, stored. Raises Interrupted when Ctrl-C comes while waiting."""
         with self._timed("rollout"):
-            groups = await self.interrupt.race(pool.next_step())
-            if not groups:
-                raise UsageError("the task set is over before the steps are; give more tasks")
-            await asyncio.to_thread(self.store.write, self.step, groups)
+            try:
+                groups = await self.interrupt.race(pool.next_step())
+            except StepFailed as failed:
+                self.store.write(self.step, failed.groups)
+                raise
+            await asyncio.to_thread(self.store.write, self.step, [*groups, *pool.take_lost()])
         return groups
 
     async def score(self, groups: Sequence[Group]) -> list[list[list[TokenScores]]]:
@@ -172,7 +174,7 @@ class Session:
                 )
             )
             found[name] = report(episodes, success_at=self.config.held_out.success_at)
-            await asyncio.to_thread(self.store.write, self.step, episodes, split=f"eval-{name}")
+            await asyncio.to_thread(self.store.write, self.step, episodes, split=_slug(name))
             success, first = found[name].success, found[name].first_turn
             self.live.note(f"{name}: solved {success}, in the first turn {first}")
             self.record.log(
@@ -223,7 +225,7 @@ class Session:
 @asynccontextmanager
 async def open_session(
     recipe: str, config: Any, *, reference: bool = False, critic: bool = False
-) -> AsyncIterator[Session]:
+) -> AsyncGenerator[Session]:
     """Open everything that a training recipe needs; close it again, whatever happens.
 
     `reference` keeps the starting policy for a KL term, `critic` puts a value head on the trunk. With
@@ -309,6 +311,11 @@ def plan_of(config: TrainingConfig) -> Mapping[str, object]:
         # float32 weights once (engine and learner share them), gradients and two moments of what trains
         "memory_bytes": round(4 * parameters + 12 * trained),
     }
+
+
+def _slug(name: str) -> str:
+    """The store's split of a held-out task set: `eval_` and the file's stem or the split's name."""
+    return "eval_" + re.sub(r"[^a-z0-9]+", "_", Path(name).stem.lower())
 
 
 def _held_out(config: TrainingConfig) -> dict[str, TaskSet]:

@@ -5,7 +5,7 @@ In: names and paths from a config. Out: objects of the rooms. No control flow of
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def load_tasks(world: WorldConfig, tasks: str, num_tasks: int, seed: int) -> Tas
 
 
 @asynccontextmanager
-async def open_runner(world: WorldConfig, make_policy: MakePolicy) -> AsyncIterator[EpisodeRunner]:
+async def open_runner(world: WorldConfig, make_policy: MakePolicy) -> AsyncGenerator[EpisodeRunner]:
     """Resolve the names of `world` and give the runner; the sandboxes close with the context."""
     async with local_sandbox() as sandbox:
         yield make_runner(

@@ -59,7 +59,7 @@ async def code_test_progress(
     for turn in (turn for trajectory in episode.trajectories for turn in trajectory.turns):
         before = best
         for result in turn.tool_results:
-            if result.name == EXECUTOR and "program" in result.data:
+            if result.name == EXECUTOR and "passed" in result.data:
                 run = result.data
                 best = max(best, _credit(run["passed"], run["total"], run["parsed"], parse_credit))
         gains.append(best - before)

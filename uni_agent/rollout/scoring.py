@@ -24,13 +24,16 @@ def number(value: object, what: str) -> float | None:
     """
     if value is None:
         return None
-    # float and int first: the check of a protocol is slow
-    if not isinstance(value, float | int | SupportsFloat) or np.ndim(cast("float", value)) != 0:
-        raise RewardError(f"{what} is {value!r} of type {type(value).__name__}; expected a number or None")
-    plain = float(value)
+    plain = value if isinstance(value, float) else _plain(value, what)  # nearly always a float
     if math.isinf(plain):
         raise RewardError(f"{what} is {plain}; expected a finite number or None")
-    return None if math.isnan(plain) else plain
+    return None if math.isnan(plain) else float(plain)
+
+
+def _plain(value: object, what: str) -> float:
+    if not isinstance(value, SupportsFloat) or np.ndim(cast("float", value)) != 0:
+        raise RewardError(f"{what} is {value!r} of type {type(value).__name__}; expected a number or None")
+    return float(value)
 
 
 def finite(value: object, what: str) -> float:

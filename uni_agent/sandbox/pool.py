@@ -87,14 +87,7 @@ class _Connection:
         arguments = [str(_PACKAGE), str(theirs.fileno()), str(max_concurrent), str(HARNESS_PATH)]
         try:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *flags,
-                    _SERVER_PATH,
-                    str(theirs.fileno()),
-                    str(max_concurrent),
-                    HARNESS_PATH,
-                ],
+                [sys.executable, *flags, "-c", _BOOTSTRAP, *arguments],
                 env=_ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, SupportsFloat
 from uni_agent.config import BaseConfig, to_toml
 from uni_agent.errors import UsageError, nearest
 from uni_agent.track.jsonl import JsonlWriter, read_jsonl
-from uni_agent.track.sinks import GuardedSink, Sink
+from uni_agent.track.sinks import GuardedSink, Sink, check_tracker, open_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Run:
         for folder in (self.episodes_dir, self.checkpoints_dir, self.logs_dir):
             folder.mkdir(exist_ok=True)
         self.sinks = tuple(GuardedSink(sink) for sink in sinks)
+        self._closed = False
         self._began = time.monotonic()
         self._metrics = JsonlWriter(path / "metrics.jsonl")
         self._spans = JsonlWriter(path / "spans.jsonl")
@@ -64,16 +65,19 @@ class Run:
         root: Path = Path("runs"),
         name: str | None = None,
         resume: bool = False,
-        sinks: Sequence[Sink] = (),
+        trackers: Sequence[str] = (),
     ) -> Run:
         """Make `root/name` (or `root/<recipe>-<date>-<n>`) with the resolved config in it.
 
         A folder with something in it is only touched with `resume`, which in turn needs one; the
-        config it had is kept as `config-<n>.toml` where the new one differs. Raises UsageError.
+        config it had is kept as `config-<n>.toml` where the new one differs. `trackers` are names of
+        `sinks.TRACKERS`. Raises UsageError, MissingDependencyError.
         """
+        for tracker in trackers:
+            check_tracker(tracker)
         path = _resumed(root, name) if resume else _fresh(root, name, recipe)
         _save_config(path, to_toml(config))
-        return cls(path, sinks)
+        return cls(path, [open_tracker(tracker, path) for tracker in trackers])
 
     @property
     def name(self) -> str:
@@ -153,11 +157,13 @@ class Run:
 
     def close(self) -> None:
         """Close files and sinks; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
         for sink in self.sinks:
             sink.close()
         if self.sink_errors:
             logger.warning("trackers failed or were too slow %d times", self.sink_errors)
-        self.sinks = ()
         for writer in (self._metrics, self._spans, self._texts):
             writer.close()
         logging.getLogger("uni_agent").removeHandler(self._handler)

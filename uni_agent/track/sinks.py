@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from uni_agent.errors import MissingDependencyError
+from uni_agent.errors import MissingDependencyError, UnknownNameError
 from uni_agent.track.text import clean_text
 
 logger = logging.getLogger(__name__)
@@ -167,3 +167,21 @@ def _require(package: str) -> None:
         raise MissingDependencyError(
             f"{package} is not installed; get it with: pip install 'uni-agent-rl[track]'"
         )
+
+
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""The trackers that a config can name, and the package each needs."""
+
+
+def check_tracker(name: str) -> None:
+    """Raise UnknownNameError or MissingDependencyError before anything is written."""
+    if name not in TRACKERS:
+        raise UnknownNameError("tracker", name, TRACKERS)
+    _require(TRACKERS[name])
+
+
+def open_tracker(name: str, run_dir: Path) -> Sink:
+    """Open a tracker by name for the run in `run_dir`."""
+    if name == "wandb":
+        return WandbSink("uni-agent", run_dir.name, {}, run_dir)
+    return TensorboardSink(run_dir / "tensorboard")

@@ -1,6 +1,6 @@
 """The article's example, end to end: 1,000 episodes, one training pass, the same runtime afterwards.
 
-    .venv/bin/python examples/article.py [NUM_EPISODES]
+.venv/bin/python examples/article.py [NUM_EPISODES]
 """
 
 import asyncio

@@ -37,7 +37,6 @@ from uni_agent.train.batch import items, make_batch, minibatches
 from uni_agent.train.critic import TrunkCritic
 from uni_agent.train.learner import LearnerConfig, TorchLearner
 from uni_agent.train.optim import OptimConfig
-from uni_agent.train.reference import AdapterOff, FrozenCopy
 from uni_agent.types import TRAINING_POLICY, Episode, Group, Sampling, Task, derive_seed
 
 T = TypeVar("T")
@@ -336,7 +335,7 @@ class PPOTrainer(_Trainer):
         learner = TorchLearner(
             policy.model,
             LearnerConfig(optim=OptimConfig(lr=lr, critic_lr=10 * lr)),
-            reference=_reference(policy) if kl_ctrl else None,
+            reference=policy.model.fresh_reference() if kl_ctrl else None,
             critic=TrunkCritic(policy.model),
         )
         super().__init__(policy, reward_model, learner, minibatch, seed)
@@ -368,7 +367,7 @@ class GRPOTrainer(_Trainer):
         learner = TorchLearner(
             policy.model,
             LearnerConfig(optim=OptimConfig(lr=lr)),
-            reference=_reference(policy) if kl_ctrl else None,
+            reference=policy.model.fresh_reference() if kl_ctrl else None,
         )
         super().__init__(policy, reward_model, learner, minibatch, seed)
         self._loss = partial(policy_clip, clip_low=clip, clip_high=clip, kl_coef=kl_ctrl)
@@ -376,10 +375,6 @@ class GRPOTrainer(_Trainer):
     def train(self, trajectories: Sequence[Episode], epochs: int = 1) -> Mapping[str, float]:
         """Train on what `batch_rollout` returned, and return the metrics. The policy is updated."""
         return self._train(trajectories, epochs, grpo, self._loss)
-
-
-def _reference(policy: AgentPolicy) -> AdapterOff | FrozenCopy:
-    return AdapterOff(policy.model) if policy.model.lora else FrozenCopy(policy.model)
 
 
 def _by_task(episodes: Sequence[Episode]) -> list[Group]:

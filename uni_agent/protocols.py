@@ -268,11 +268,16 @@ SandboxFactory = Callable[[], Sandbox]
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """What a tool may reach in one episode. `sandbox` is started once per episode."""
+    """What a tool may reach in one episode. `sandbox` is started once per episode.
+
+    `state` is what the episode's tools remember between calls, empty at its start; a tool keeps its
+    own under its name.
+    """
 
     task: Task
     sandbox: Sandbox
     seed: int
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Tool(Protocol):

@@ -53,7 +53,7 @@ Messages = list[dict[str, Any]]
 Row = tuple[list[int], list[float]]
 """Token ids and the weight of each."""
 
-# ---- conversations -------------------------------------------------------------------------------------------
+# ---- conversations
 
 
 def user_text(code: str) -> str:
@@ -99,7 +99,9 @@ def expert_messages(task: Task, seed: int) -> Messages:
                 "weight": int(number == len(edits)),
             }
         )
-        messages.append({"role": "tool", "content": run_tests(apply_edit(code, edit), [str(t) for t in tests])})
+        messages.append(
+            {"role": "tool", "content": run_tests(apply_edit(code, edit), [str(t) for t in tests])}
+        )
     return messages
 
 
@@ -122,16 +124,38 @@ def to_row(renderer: Qwen3Renderer, messages: Messages) -> Row:
     return rendered.token_ids[:end], weights[:end]
 
 
-# ---- tokenizer -----------------------------------------------------------------------------------------------
+# ---- tokenizer
 
-SPECIAL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
-    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
-).split()
-MARKERS = (
-    "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> "
-    "<tool_response> </tool_response> <think> </think>"
-).split()
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+MARKERS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
 TOOLS_HEADER = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
@@ -146,7 +170,15 @@ PHRASES = (
     *(SYSTEM, TOOLS_HEADER, "\n" + json.dumps(TOOL), TOOLS_FOOTER, "\n" + INTRO),
     '\n{"name": "code_executor", "arguments": {"line": ',
     '\n{"name": "code_executor", "arguments": {"code": "',
-    *(', "code": "', '"}}\n', "/3 tests passed\n", "/3 tests passed", " returned ", ", expected ", " raised "),
+    *(
+        ', "code": "',
+        '"}}\n',
+        "/3 tests passed\n",
+        "/3 tests passed",
+        " returned ",
+        ", expected ",
+        " raised ",
+    ),
     *(f"\n{number}|" for number in range(1, 10)),
 )
 """Fixed wording, one token each: a conversation is then little more than the code itself."""
@@ -179,7 +211,9 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast
     )
     tokenizer.train_from_iterator([part for text in texts for part in cut.split(text) if part], trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in (*MARKERS, *PHRASES)])
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in (*MARKERS, *PHRASES)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -198,7 +232,7 @@ def spoken(messages: Messages) -> Iterator[str]:
             yield json.dumps(call["function"]["arguments"]["code"])[1:-1]
 
 
-# ---- model and training --------------------------------------------------------------------------------------
+# ---- model and training
 
 VOCAB_SIZE = 768
 MAX_POSITIONS = 2048
@@ -223,7 +257,9 @@ def make_model(vocab_size: int, seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def train(model: Qwen3ForCausalLM, rows: list[Row], *, steps: int, batch_size: int, lr: float, seed: int) -> None:
+def train(
+    model: Qwen3ForCausalLM, rows: list[Row], *, steps: int, batch_size: int, lr: float, seed: int
+) -> None:
     """Minimize cross-entropy on the weighted tokens; the learning rate falls linearly to a tenth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     rng, start = random.Random(seed), time.monotonic()
@@ -240,7 +276,9 @@ def train(model: Qwen3ForCausalLM, rows: list[Row], *, steps: int, batch_size: i
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0 or step == steps:
-            print(f"step {step}/{steps}  loss {loss.item():.3f}  {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"step {step}/{steps}  loss {loss.item():.3f}  {time.monotonic() - start:.0f} s", flush=True
+            )
 
 
 def sft_loss(model: Qwen3ForCausalLM, batch: list[Row]) -> torch.Tensor:
@@ -267,11 +305,13 @@ def write_base(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedToken
 
 def main() -> None:
     """Make tasks, episodes, tokenizer and model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=HERE / "base")
     parser.add_argument("--data", type=Path, default=HERE / "expert.jsonl", help="where the episodes go")
-    parser.add_argument("--num-tasks", type=int, default=3000)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--num-tasks", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
@@ -285,7 +325,8 @@ def main() -> None:
     rows = [to_row(renderer, messages) for messages in episodes]
     model = make_model(len(tokenizer), args.seed)
     num = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{len(rows)} episodes, {sum(len(ids) for ids, _ in rows) / len(rows):.0f} tokens each; {num:,} parameters")
+    length = sum(len(ids) for ids, _ in rows) / len(rows)
+    print(f"{len(rows)} episodes, {length:.0f} tokens each; {num:,} parameters")
     train(model, rows, steps=args.steps, batch_size=args.batch_size, lr=args.lr, seed=args.seed)
     write_base(args.out, model, tokenizer)
 

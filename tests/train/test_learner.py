@@ -13,7 +13,6 @@ from uni_agent.train import Item, make_batch
 from uni_agent.train.critic import ModelCritic, TrunkCritic
 from uni_agent.train.learner import LearnerConfig, TorchLearner
 from uni_agent.train.optim import OptimConfig, lr_factor
-from uni_agent.train.reference import AdapterOff, FrozenCopy
 from uni_agent.types import Sampling
 
 
@@ -244,7 +243,7 @@ def test_adapter_off_is_the_base_and_only_the_adapter_trains(tiny, tape, tmp_pat
 
     base = TorchLearner(tiny(), config())
     model = wrapped(1)
-    learner = TorchLearner(model, config(), reference=AdapterOff(model))
+    learner = TorchLearner(model, config(), reference=model.fresh_reference())
     trajectories = tapes(tape)
     batch = batch_of(learner, trajectories)
     for _ in range(3):
@@ -257,8 +256,6 @@ def test_adapter_off_is_the_base_and_only_the_adapter_trains(tiny, tape, tmp_pat
     other = TorchLearner(wrapped(2), config())
     other.load(tmp_path)
     assert same(snapshot(learner), snapshot(other))
-    with pytest.raises(ConfigError, match="no adapter"):
-        AdapterOff(tiny())
 
 
 def test_empty_trajectories_score_as_nothing(tiny, tape):
@@ -271,10 +268,9 @@ def test_empty_trajectories_score_as_nothing(tiny, tape):
     assert len(learner.score([tape([])])[0].logprobs) == 0
 
 
-@pytest.mark.parametrize("make", [FrozenCopy, lambda model: model.fresh_reference()])
-def test_reference_stays_while_the_policy_moves(tiny, tape, make):
+def test_reference_stays_while_the_policy_moves(tiny, tape):
     model = tiny()
-    learner = TorchLearner(model, config(), reference=make(model))
+    learner = TorchLearner(model, config(), reference=model.fresh_reference())
     trajectories = tapes(tape)
     start = learner.score(trajectories)
     assert all((s.ref_logprobs == s.logprobs).all() for s in start)

@@ -27,8 +27,9 @@ NUDGE = f"Nothing was run. Call {EXECUTOR} with your fix."
 
 
 def repair_prompt(code: str) -> str:
-    """What the agent is told; the tests themselves show only where they fail."""
-    return f"Fix this function.\n{code}"
+    """What the agent is told: the code with its line numbers; the tests themselves show only where they fail."""
+    lines = code.rstrip("\n").split("\n")
+    return "Some tests of this function fail:" + "".join(f"\n{n}|{line}" for n, line in enumerate(lines, 1))
 
 
 class CodeDebugEnv:

@@ -166,7 +166,12 @@ def select(rng: random.Random) -> Draft:
 def items(rng: random.Random) -> Draft:
     """One item of a list and a number."""
     xs, n = rng.choice(LISTS), rng.choice(NUMBERS)
-    k, c, (one, one_word), (two, two_word) = rng.randint(0, 2), _constant(rng), _operator(rng), _operator(rng, "+-")
+    k, c, (one, one_word), (two, two_word) = (
+        rng.randint(0, 2),
+        _constant(rng),
+        _operator(rng),
+        _operator(rng, "+-"),
+    )
     return Draft(
         rng.choice(("fetch", "take", "lookup")),
         (xs, n),
@@ -232,7 +237,12 @@ def logic(rng: random.Random) -> Draft:
 
 def extremes(rng: random.Random) -> Draft:
     """The largest and the smallest item, combined (a held-out family)."""
-    xs, k, (one, one_word), (two, two_word) = rng.choice(LISTS), _constant(rng), _operator(rng), _operator(rng, "+-")
+    xs, k, (one, one_word), (two, two_word) = (
+        rng.choice(LISTS),
+        _constant(rng),
+        _operator(rng),
+        _operator(rng, "+-"),
+    )
     first, second = rng.choice((("max", "min"), ("min", "max")))
     words = {"max": "largest", "min": "smallest"}
     return Draft(
@@ -257,6 +267,20 @@ def weighted(rng: random.Random) -> Draft:
     )
 
 
-_ALL = (arithmetic, linear, branches, limits, caps, slices, strings, select, items, accumulate, count, steps, logic)
+_ALL = (
+    arithmetic,
+    linear,
+    branches,
+    limits,
+    caps,
+    slices,
+    strings,
+    select,
+    items,
+    accumulate,
+    count,
+    steps,
+    logic,
+)
 FAMILIES: dict[str, Callable[[random.Random], Draft]] = {family.__name__: family for family in _ALL}
 HELD_OUT_FAMILIES: dict[str, Callable[[random.Random], Draft]] = {"extremes": extremes, "weighted": weighted}

@@ -22,7 +22,7 @@ LEVELS = {
     2: "one bug, no docstring: only the failing tests tell",
     3: "two bugs in one line, the docstring states the intent",
 }
-SHARES = {1: 0.4, 2: 0.2, 3: 0.4}
+SHARES = {1: 0.2, 2: 0.6, 3: 0.2}
 """How often each level is drawn, among those asked for."""
 
 HELD_OUT_SHARE = 0.2
@@ -53,8 +53,9 @@ def generate_tasks(
 ) -> list[Task]:
     """Generate `num` verified tasks: the code fails a test, the solution passes all of them.
 
-    Families alternate evenly, levels are drawn by `SHARES`. A function belongs to exactly one of `train` and `held_out`, by a
-    hash of its text without docstring, whatever the seed; `held_out_family` has families that `train` lacks.
+    Families alternate evenly, levels are drawn by `SHARES`. A function belongs to exactly one of `train` and
+    `held_out`, by a hash of its text without docstring, whatever the seed; `held_out_family` has families
+    that `train` lacks.
     """
     tasks = stream_tasks(seed=seed, split=split, levels=levels)
     return [next(tasks) for _ in range(num)]
@@ -136,7 +137,7 @@ def _pick_kind(options: list[Mutant], rng: random.Random) -> Mutant:
     return rng.choice([m for m in options if m.kind == kind])
 
 
-# ---- tests ---------------------------------------------------------------------------------------------------
+# ---- tests
 
 
 def _choose_tests(draft: Draft, solution: str, code: str, rng: random.Random) -> list[str] | None:
@@ -177,7 +178,7 @@ def _results(code: str, name: str, calls: list[Args]) -> list[str]:
     return results
 
 
-# ---- mutations -----------------------------------------------------------------------------------------------
+# ---- mutations
 
 _OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
     ast.Add: (ast.Sub, ast.Mult),
@@ -255,8 +256,8 @@ def _apply(node: ast.AST, kind: str, number: int, tree: ast.Module) -> None:
             node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         case ast.AugAssign():
             node.op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
-        case ast.Constant(value=int()):
-            node.value = int(node.value) + number
+        case ast.Constant(value=int(value)):
+            node.value = value + number
         case ast.Call():
             last = node.args[-1]
             op = ast.Add() if number > 0 else ast.Sub()
@@ -289,7 +290,7 @@ def _replace(tree: ast.Module, old: ast.stmt, new: ast.stmt) -> None:
                 value[value.index(old)] = new
 
 
-# ---- the expert ----------------------------------------------------------------------------------------------
+# ---- the expert
 
 
 def expert_episode(task: Task, seed: int) -> list[Edit]:

@@ -92,7 +92,7 @@ async def _run(config: Config) -> Mapping[str, object]:
             async for step in session.steps(pool):
                 groups = await session.next_groups(pool)
                 await session.engine.pause()
-                scores = await session.score(groups)
+                scores = await session.score(groups) if config.kl_coef else ()
                 trained = items(groups, advantage(groups, scores), scores)
                 metrics = rollout_metrics(groups) | group_counts(groups)
                 if trained:  # else no group had a difference to learn from

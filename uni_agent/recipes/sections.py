@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from uni_agent.config import BaseConfig
 from uni_agent.train.optim import OptimConfig
@@ -61,10 +62,16 @@ class OptimizerConfig(BaseConfig):
     lora_rank: int = 0
     """0 trains all weights; above, a LoRA adapter of this rank."""
 
-    def to_optim(self) -> OptimConfig:
-        """As the learner takes it."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate, from the end of the warm-up to a tenth at the last step."""
+
+    def to_optim(self, total_steps: int) -> OptimConfig:
+        """As the learner takes it; `total_steps` are optimizer steps."""
         return OptimConfig(
             lr=self.lr,
+            decay=self.decay,
+            total_steps=total_steps,
+            final_lr_ratio=0.1,
             warmup_steps=self.warmup_steps,
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_grad_norm,

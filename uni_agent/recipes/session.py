@@ -27,7 +27,6 @@ from uni_agent.track import LiveConsole, Run
 from uni_agent.train.checkpoint import Checkpoint, Checkpoints
 from uni_agent.train.critic import TrunkCritic
 from uni_agent.train.learner import LearnerConfig, TorchLearner
-from uni_agent.train.reference import AdapterOff, FrozenCopy
 from uni_agent.types import Batch, Group, Weights
 
 
@@ -241,9 +240,9 @@ async def open_session(
     learner = TorchLearner(
         model,
         LearnerConfig(
-            optim=config.optimizer.to_optim(), microbatch_tokens=config.optimizer.microbatch_tokens
+            optim=config.optimizer.to_optim(config.steps), microbatch_tokens=config.optimizer.microbatch_tokens
         ),
-        reference=(AdapterOff if model.lora else FrozenCopy)(model) if reference else None,
+        reference=model.fresh_reference() if reference else None,
         critic=TrunkCritic(model) if critic else None,
     )
     root, name = config.run.path_of(config.resume)

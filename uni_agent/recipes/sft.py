@@ -96,15 +96,15 @@ def run(config: Config) -> Mapping[str, object]:
     )
     renderer = load_renderer(config.model, name=config.renderer or None)
     found = read_conversations(Path(config.data), renderer, config.max_length or model.context_size)
+    per_epoch = -(-len(found) // config.batch)
     learner = TorchLearner(
         model,
         LearnerConfig(
-            optim=config.optimizer.to_optim(),
+            optim=config.optimizer.to_optim(config.epochs * per_epoch),
             microbatch_tokens=config.optimizer.microbatch_tokens,
             entropy=False,
         ),
     )
-    per_epoch = -(-len(found) // config.batch)
     root, name = config.run.path_of(config.resume)
     with (
         Run.create("sft", config, root=root, name=name, resume=bool(config.resume)) as record,

@@ -83,6 +83,7 @@ def _problem(detail: ErrorDetails) -> str:
 def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Drop what costs tokens and says nothing: generated titles, and `null` beside an optional type."""
     out = _without_titles(schema)
+    out.pop("additionalProperties", None)
     out.setdefault("properties", {})
     for name, prop in out["properties"].items():
         kinds = prop.get("anyOf", [])
@@ -91,7 +92,12 @@ def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
             if len(rest) == 1:
                 kept = {key: value for key, value in prop.items() if key not in ("anyOf", "default")}
                 out["properties"][name] = {**rest[0], **kept}
-    return out
+    out["properties"] = {name: _type_first(prop) for name, prop in out["properties"].items()}
+    return {key: out.pop(key) for key in ("type", "properties", "required") if key in out} | out
+
+
+def _type_first(prop: dict[str, Any]) -> dict[str, Any]:
+    return {**{key: prop[key] for key in ("type", "description") if key in prop}, **prop}
 
 
 def _without_titles(schema: Any) -> Any:

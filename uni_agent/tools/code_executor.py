@@ -13,7 +13,7 @@ from uni_agent.protocols import SandboxLimits, SandboxResult, ToolContext
 from uni_agent.sandbox.grade import DEFAULT_LIMITS, run_tests
 from uni_agent.tools.arguments import Argument, Arguments, BadArguments
 from uni_agent.tools.function import bad_arguments, cap_output
-from uni_agent.types import Task, ToolResult, ToolSpec
+from uni_agent.types import ToolResult, ToolSpec
 
 _NAME = "code_executor"
 _SPARE_S = 60.0
@@ -23,8 +23,9 @@ _SPARE_S = 60.0
 class CodeExecutor:
     """Runs code. With `tests` in the task's data it reports how many pass and the first that fail.
 
-    `line` replaces that line (from 1) of `task.data["code"]` by `code`, which may be several lines, or
-    empty to delete it; without `line`, `code` is the whole program. Code that hangs, crashes or does not
+    `line` replaces that line (from 1) of the program by `code`, which may be several lines, or empty to
+    delete it; without `line`, `code` is the whole program. The program is `task.data["code"]` at first
+    and then what the latest call made of it. Code that hangs, crashes or does not
     parse fails its tests; that is the model's doing, so `failure` stays "none".
     """
 
@@ -36,20 +37,22 @@ class CodeExecutor:
         self._output_bytes = output_bytes
         self._arguments = Arguments(
             [
-                Argument("code", str, "Python code"),
-                Argument("line", int | None, "the line of the program that code replaces", None),
+                Argument("line", int | None, "The line to replace; without it, code is the whole program.", None),
+                Argument("code", str, "Python code."),
             ]
         )
         self.timeout_s = limits.timeout_s + _SPARE_S
-        self.spec = ToolSpec(_NAME, "Run Python code and its tests.", self._arguments.schema)
+        self.spec = ToolSpec(_NAME, "Run the tests on the code.", self._arguments.schema)
 
     async def call(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
         """Run; see the class. Raises SandboxError, TaskFileError."""
         try:
             values = self._arguments.validate(arguments)
-            program = _program(context.task, values["code"], values["line"])
+            current = context.state.get(_NAME, context.task.data.get("code"))
+            program = _program(current, values["code"], values["line"])
         except BadArguments as error:
             return bad_arguments(_NAME, str(error))
+        context.state[_NAME] = program
         tests: Sequence[str] | None = context.task.data.get("tests")
         if not tests:
             result = await context.sandbox.run_python(program, limits=self._limits)
@@ -84,14 +87,13 @@ class CodeExecutor:
         )
 
 
-def _program(task: Task, code: str, line: int | None) -> str:
+def _program(current: object, code: str, line: int | None) -> str:
     """The program that a call means. Raises BadArguments."""
     if line is None:
         return code
-    original = task.data.get("code")
-    if not isinstance(original, str):
+    if not isinstance(current, str):
         raise BadArguments("line: this task has no program to edit; send the whole program as code")
-    lines = original.split("\n")
+    lines = current.split("\n")
     count = len(lines) - 1 if lines[-1] == "" else len(lines)
     if not 1 <= line <= count:
         raise BadArguments(f"line: the program has lines 1 to {count}, got {line}")

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from uni_agent.algos.losses import Outputs, TensorBatch, finish_stats, merge_stats
 from uni_agent.errors import RunError
-from uni_agent.models import HFModel, score_tokens
+from uni_agent.models import HFModel, Reference, score_tokens
 from uni_agent.protocols import Loss, TokenScores
 from uni_agent.train import state
 from uni_agent.train.batch import microbatches, score_batch
 from uni_agent.train.critic import Critic
 from uni_agent.train.optim import OptimConfig, lr_factor, make_adamw
-from uni_agent.train.reference import Reference
 from uni_agent.types import Batch, Float32Array, Trajectory, Weights
 
 _LOG = logging.getLogger(__name__)

@@ -1,0 +1,239 @@
+"""The shipped recipes on the shipped base model, a few steps each: what they leave behind, and resuming."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from uni_agent.cli import main
+from uni_agent.config import load_config
+from uni_agent.errors import UniAgentError
+from uni_agent.recipes import evaluate, grpo, ppo, rollout, sft
+from uni_agent.rollout import EpisodeStore
+from uni_agent.track import read_metrics
+
+BASE = Path(__file__).parents[2] / "examples/code_repair/base"
+torch.set_num_threads(1)
+
+TASKS = [
+    {
+        "id": f"t{i}",
+        "code": f"def add(a, b):\n    return a - b - {i}",
+        "tests": [f"assert add(1, 2) == {3 - i}"],
+    }
+    for i in range(4)
+]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    return path
+
+
+def settings(tasks: Path, tmp_path: Path, *more: str) -> list[str]:
+    return [
+        f"--model={BASE}",
+        f"--tasks={tasks}",
+        "--num-tasks=0",
+        f"--held-out.tasks={tasks}",
+        "--held-out.num-tasks=0",
+        "--sampling.max-tokens=40",
+        "--world.concurrency=16",
+        f"--run.root={tmp_path}/runs",
+        "--run.name=x",
+        *more,
+    ]
+
+
+def test_grpo_leaves_everything_behind_and_resumes(tasks: Path, tmp_path: Path) -> None:
+    small = ("--group-size=4", "--groups-per-step=2", "--run.save-every=1")
+    summary = grpo.run(load_config(grpo.Config, settings(tasks, tmp_path, "--steps=2", *small)))
+    run = tmp_path / "runs/x"
+    assert summary["steps"] == 2
+    assert {
+        "held_out_before",
+        "held_out_after",
+        "first_attempt_before",
+        "first_attempt_after",
+        "seconds",
+    } <= set(summary)
+    assert json.loads((run / "summary.json").read_text())["version"] == 2
+    rows = read_metrics(run).rows
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["rollout/episodes"] == 8
+    assert "ratio_error_max" not in rows[0] or rows[0]["train/ratio_error_max"] < 1e-4
+    store = EpisodeStore(run)
+    assert len(store.read(0)) == 8
+    assert {e.oldest_version for e in store.read(1)} <= {1}
+    assert len(store.read(0, split="eval_tasks")) == 4
+
+    again = grpo.run(
+        load_config(grpo.Config, ["@", str(run / "config.toml"), f"--resume={run}", "--steps=3"])
+    )
+    assert (again["steps"], again["version"]) == (3, 3)
+    assert {e.oldest_version for e in store.read(2)} == {2}
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    ids = AutoTokenizer.from_pretrained(run / "model")("def add", return_tensors="pt")
+    assert torch.isfinite(model(**ids).logits).all()
+
+
+def test_ppo_with_kl_in_the_reward(tasks: Path, tmp_path: Path) -> None:
+    more = ("--steps=2", "--groups-per-step=4", "--minibatch=2", "--epochs=2", "--kl-coef=0.05")
+    summary = ppo.run(load_config(ppo.Config, settings(tasks, tmp_path, *more)))
+    assert summary["version"] == 2
+    rows = read_metrics(tmp_path / "runs/x").rows
+    assert any("train/value_loss" in row for row in rows)
+
+
+def test_lora_trains_only_the_adapter(tasks: Path, tmp_path: Path) -> None:
+    more = ("--steps=1", "--group-size=4", "--groups-per-step=2", "--optimizer.lora-rank=2", "--kl-coef=0.1")
+    grpo.run(load_config(grpo.Config, settings(tasks, tmp_path, *more)))
+    assert (tmp_path / "runs/x/model/adapter_model.safetensors").exists()
+
+
+def test_dry_run_plans_and_writes_nothing(
+    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "grpo", "--dry-run", *settings(tasks, tmp_path, "--steps=7")]) == 0
+    shown = capsys.readouterr().out
+    assert "steps = 7" in shown
+    assert "episodes: 896" in shown
+    assert "memory_bytes" in shown
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--world.env=code_debug_evn", "did you mean 'code_debug_env'"),
+        ("--world.tools=code_exekutor", "did you mean 'code_executor'"),
+        ("--world.reward=code_test_pass_rat", "did you mean 'code_test_pass_rate'"),
+        ("--model=/nowhere", "/nowhere"),
+        ("--tasks=/nowhere.jsonl", "/nowhere.jsonl"),
+        ("--run.trackers=tensorbord", "did you mean 'tensorboard'"),
+        ("--learning-rate=1", "learning-rate"),
+    ],
+)
+def test_wrong_names_end_in_one_line_and_code_2(
+    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, message: str
+) -> None:
+    assert main(["train", "grpo", *settings(tasks, tmp_path, "--steps=1", flag)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_n02_fewer_tasks_than_a_step_still_train(tasks: Path, tmp_path: Path) -> None:
+    more = ("--steps=1", "--group-size=2", "--groups-per-step=6", "--held-out.tasks=[]")
+    summary = grpo.run(load_config(grpo.Config, settings(tasks, tmp_path, *more)))
+    assert summary["steps"] == 1
+    assert len(EpisodeStore(tmp_path / "runs/x").read(0)) == 12
+
+
+def test_x01_prompt_longer_than_the_context_is_a_labelled_episode(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    long = {"id": "long", "code": "def f():\n" + "    x = 12345\n" * 1200, "tests": ["assert f() == 1"]}
+    path.write_text("".join(json.dumps(task) + "\n" for task in [*TASKS, long]))
+    rollout.run(
+        load_config(
+            rollout.Config,
+            [f"--model={BASE}", f"--tasks={path}", "--num-tasks=0", "--sampling.max-tokens=30"]
+            + [f"--runs={tmp_path}/runs", "--run=x"],
+        )
+    )
+    episodes = {e.task.id: e for e in EpisodeStore(tmp_path / "runs/x").read(0, split="rollout")}
+    assert (episodes["long"].end, episodes["long"].reward) == ("context_full", None)
+    assert all(episodes[f"t{i}"].reward is not None for i in range(4))
+
+
+def test_evaluate_reports_intervals_and_pass_at_k(tasks: Path, tmp_path: Path) -> None:
+    config = load_config(
+        evaluate.Config,
+        [f"--model={BASE}", f"--tasks={tasks}", "--num-tasks=0", "--num-attempts=3", "--pass-at=1,3"]
+        + ["--sampling.max-tokens=30", f"--runs={tmp_path}/runs", "--run=x"],
+    )
+    summary = evaluate.run(config)
+    assert summary["episodes"] == 12
+    assert 0 <= summary["success_low"] <= summary["success"] <= summary["success_high"] <= 1
+    assert summary["pass@3"] >= summary["pass@1"] == pytest.approx(summary["success"])
+
+
+def conversations(path: Path) -> Path:
+    call = {
+        "type": "function",
+        "function": {"name": "code_executor", "arguments": '{"line": 2, "code": "    x"}'},
+    }
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"fix {n}"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+        }
+        for n in range(10)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_sft_lowers_the_loss_and_resuming_changes_nothing(tmp_path: Path) -> None:
+    data = conversations(tmp_path / "data.jsonl")
+    common = [
+        f"--model={BASE}",
+        f"--data={data}",
+        "--batch=4",
+        f"--run.root={tmp_path}",
+        "--optimizer.lr=1e-3",
+    ]
+    sft.run(load_config(sft.Config, [*common, "--run.name=whole", "--epochs=2"]))
+    sft.run(load_config(sft.Config, [*common, "--run.name=parts", "--epochs=1"]))
+    parts = tmp_path / "parts"
+    sft.run(load_config(sft.Config, ["@", str(parts / "config.toml"), f"--resume={parts}", "--epochs=2"]))
+    nll = {
+        name: [row["train/nll"] for row in read_metrics(tmp_path / name).rows] for name in ("whole", "parts")
+    }
+    assert len(nll["whole"]) == 6
+    assert nll["whole"] == nll["parts"]
+    assert nll["whole"][-1] < nll["whole"][0]
+
+
+def test_sft_names_the_bad_line(tmp_path: Path) -> None:
+    data = conversations(tmp_path / "data.jsonl")
+    data.write_text(
+        data.read_text() + '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}\n'
+    )
+    with pytest.raises(UniAgentError, match=r"data.jsonl:11: .*image_url"):
+        sft.run(load_config(sft.Config, [f"--model={BASE}", f"--data={data}", f"--run.root={tmp_path}"]))
+
+
+def test_ctrl_c_saves_and_names_the_command_that_resumes(tasks: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "uni_agent", "train", "grpo"]
+    more = (
+        "--steps=1000",
+        "--group-size=2",
+        "--groups-per-step=2",
+        "--held-out.tasks=[]",
+        "--run.save-every=0",
+    )
+    process = subprocess.Popen(
+        command + settings(tasks, tmp_path, *more), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "runs/x/metrics.jsonl"
+    for _ in range(600):
+        if process.poll() is not None or (metrics.exists() and metrics.stat().st_size):
+            break
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert f"go on with: uni-agent train grpo --resume {tmp_path}/runs/x" in said
+    assert list((tmp_path / "runs/x/checkpoints").glob("step_*"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from uni_agent.algos.returns import (
     Float64Array,
@@ -67,13 +68,19 @@ def grpo_turns(
     *,
     discount: float = 1.0,
     normalize_std: bool = True,
+    baseline: Literal["group", "turn"] = "group",
     rewards: TurnRewards = outcome_or_turns,
 ) -> list[list[list[Credit]]]:
-    """As `grpo`, with credit per turn: the return of each turn, compared over all turns of the group.
+    """As `grpo`, with credit per turn: the return of each turn, compared with the group's other turns.
 
     The return of a turn is the sum of its own and later turns' rewards, discounted per turn. Every
-    sampled token of a turn gets its turn's advantage.
+    sampled token of a turn gets its turn's advantage. The baseline is the mean over all turns of the
+    group, or with "turn" over the turns of the same number: what could still be reached by those who
+    had come that far; a turn that nobody else reached has advantage 0. The deviation is over all of
+    the group's turns, unbiased.
     """
+    if baseline not in ("group", "turn"):
+        raise ConfigError(f"baseline is {baseline!r}; expected 'group' or 'turn'")
     credit: list[list[list[Credit]]] = []
     for group in groups:
         members = [i for i, episode in enumerate(group.episodes) if scored(episode)]
@@ -81,7 +88,11 @@ def grpo_turns(
         flat = [array for episode in returns for array in episode]
         advantages = None
         if len(members) > 1 and flat:
-            advantages = centre(np.concatenate(flat), normalize_std=normalize_std)
+            numbers = np.concatenate([np.arange(group.episodes[i].num_turns) for i in members])
+            values = np.concatenate(flat)
+            if baseline == "turn":
+                values = _less_mean_of(values, numbers)
+            advantages = centre(values, normalize_std=normalize_std)
         rows = [_nothing(episode) for episode in group.episodes]
         offset = 0
         for i in members if advantages is not None else ():
@@ -93,6 +104,12 @@ def grpo_turns(
             offset += num_turns
         credit.append(rows)
     return credit
+
+
+def _less_mean_of(values: Float64Array, keys: npt.NDArray[np.int64]) -> Float64Array:
+    """Subtract from each value the mean of those with the same key; lone ones become 0."""
+    means = np.bincount(keys, values) / np.maximum(np.bincount(keys), 1)
+    return values - means[keys]
 
 
 def _per_turn(episode: Episode, advantages: Float64Array) -> list[Credit]:

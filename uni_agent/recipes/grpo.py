@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Literal
 
 from uni_agent.algos.advantages import group_counts, grpo_turns
 from uni_agent.algos.losses import policy_clip
@@ -51,6 +52,8 @@ class Config(BaseConfig):
     """Steps that sampling may run ahead of training; 0 is on-policy."""
     turn_discount: float = 1.0
     """Per turn: how much of a later turn's reward an earlier turn is credited with."""
+    turn_baseline: Literal["group", "turn"] = "turn"
+    """Compare a turn with all turns of its group, or with those of the same number."""
     normalize_std: bool = True
     """Divide advantages by the group's deviation."""
     clip_low: float = 0.2
@@ -85,7 +88,12 @@ async def _run(config: Config) -> Mapping[str, object]:
         kl_coef=config.kl_coef,
         entropy_coef=config.entropy_coef,
     )
-    advantage = partial(grpo_turns, discount=config.turn_discount, normalize_std=config.normalize_std)
+    advantage = partial(
+        grpo_turns,
+        discount=config.turn_discount,
+        baseline=config.turn_baseline,
+        normalize_std=config.normalize_std,
+    )
     async with open_session("grpo", config, reference=config.kl_coef > 0) as session:
         before = await session.evaluate("before")
         async with session.pool() as pool:

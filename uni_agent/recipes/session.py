@@ -240,7 +240,8 @@ async def open_session(
     learner = TorchLearner(
         model,
         LearnerConfig(
-            optim=config.optimizer.to_optim(config.steps), microbatch_tokens=config.optimizer.microbatch_tokens
+            optim=config.optimizer.to_optim(config.steps),
+            microbatch_tokens=config.optimizer.microbatch_tokens,
         ),
         reference=model.fresh_reference() if reference else None,
         critic=TrunkCritic(model) if critic else None,

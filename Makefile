@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 venv: $(INSTALLED)
 
 demo: $(INSTALLED)
-	@$(BIN)/uni-agent train grpo @ examples/code_repair/demo.toml $(DEMO_ARGS)
+	@$(BIN)/python examples/code_repair/demo.py $(DEMO_ARGS)
 
 test: $(INSTALLED)
 	@$(BIN)/pytest $(TEST_ARGS)

@@ -126,7 +126,7 @@ def test_task_ids_resolve_and_task_objects_pass() -> None:
     first, second = EnvRegistry.resolve("code_debug_env", ["held_out-0-2", own])
     assert first.id == "held_out-0-2"
     assert first.data["tests"]
-    assert str(first.data["code"]) in first.prompt[0].content
+    assert str(first.data["code"]).splitlines()[1] in first.prompt[0].content
     assert second is own
     with pytest.raises(UnknownNameError, match="unknown code-repair task 'nope'"):
         EnvRegistry.resolve("code_debug_env", ["nope"])

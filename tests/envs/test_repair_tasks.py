@@ -1,6 +1,9 @@
 """Repair tasks: deterministic, verified by execution, split by function and by family."""
 
 import ast
+import hashlib
+import json
+import sys
 from collections import Counter
 
 import pytest
@@ -11,10 +14,12 @@ from uni_agent.envs.repair_tasks import (
     LEVELS,
     NUM_TESTS,
     Task,
+    _LineLimit,
     expert_episode,
     generate_tasks,
     is_held_out,
     mutants,
+    num_bugs,
 )
 
 KINDS = {
@@ -32,9 +37,16 @@ KINDS = {
 }
 
 
+HELD_OUT_SHA256 = {
+    "held_out": "",
+    "held_out_family": "",
+}
+"""Of 300 tasks each, seed 0: what README and summary figures speak of."""
+
+
 @pytest.fixture(scope="module")
 def splits() -> dict[str, list[Task]]:
-    return {split: generate_tasks(150, seed=3, split=split) for split in repair_tasks.SPLITS}
+    return {split: generate_tasks(400, seed=3, split=split) for split in repair_tasks.SPLITS}
 
 
 def _tests(task: Task) -> list[str]:
@@ -44,14 +56,19 @@ def _tests(task: Task) -> list[str]:
 
 
 def _failures(code: str, tests: list[str]) -> int:
+    """Count failing tests; lines are counted too, since a bug may loop for ever."""
     namespace: dict[str, object] = {}
     exec(code, namespace)
     failures = 0
     for test in tests:
+        before = sys.gettrace()
+        sys.settrace(_LineLimit().enter)
         try:
             exec(test, namespace)
         except Exception:
             failures += 1
+        finally:
+            sys.settrace(before)
     return failures
 
 
@@ -83,7 +100,7 @@ def test_every_mutation_kind_family_and_level_appears(splits: dict[str, list[Tas
     kinds = Counter(kind for task in tasks for kind in str(task["mutation"]).split("+"))
     assert set(kinds) == KINDS
     assert {task["family"] for task in tasks} == set(FAMILIES)
-    assert {task["level"] for task in tasks} == set(LEVELS)
+    assert {task["level"] for task in tasks} == {1, 2, 3}
 
 
 def test_held_out_functions_and_families_are_never_trained(splits: dict[str, list[Task]]) -> None:
@@ -102,10 +119,27 @@ def test_the_docstring_does_not_move_a_function_to_another_split() -> None:
     assert is_held_out(plain) == is_held_out(documented)
 
 
-def test_levels_say_what_the_agent_sees(splits: dict[str, list[Task]]) -> None:
-    for task in splits["train"]:
-        assert ('"""' in str(task["code"])) == (task["level"] != 2)
-        assert ("+" in str(task["mutation"])) == (task["level"] == 3)
+def test_levels_say_how_many_lines_are_wrong_and_what_the_agent_sees() -> None:
+    for level in LEVELS:
+        for task in generate_tasks(40, seed=4, levels=(level,)):
+            pairs = zip(str(task["code"]).split("\n"), str(task["solution"]).split("\n"), strict=True)
+            assert sum(old != new for old, new in pairs) == num_bugs(level)
+            assert str(task["mutation"]).count("+") == num_bugs(level) - 1
+            assert ('"""' in str(task["code"])) == (level != 4)
+
+
+def test_each_bug_alone_fails_a_test() -> None:
+    for task in generate_tasks(60, seed=8, levels=(2, 3)):
+        broken, right = str(task["code"]).split("\n"), str(task["solution"]).split("\n")
+        for line in [i for i, (old, new) in enumerate(zip(broken, right, strict=True)) if old != new]:
+            lone = [*right[:line], broken[line], *right[line + 1 :]]
+            assert _failures("\n".join(lone), _tests(task)) > 0
+
+
+def test_the_demo_is_measured_on_the_committed_tasks() -> None:
+    for split, digest in HELD_OUT_SHA256.items():
+        tasks = generate_tasks(300, seed=0, split=split)
+        assert hashlib.sha256(json.dumps(tasks).encode()).hexdigest() == digest
 
 
 def test_mutants_differ_in_one_line() -> None:
@@ -117,16 +151,14 @@ def test_mutants_differ_in_one_line() -> None:
         assert [i for i, (old, new) in enumerate(pairs, 1) if old != new] == [mutant.line]
 
 
-def test_expert_ends_with_the_solution_and_errs_in_half_of_the_episodes(
-    splits: dict[str, list[Task]],
-) -> None:
+def test_expert_ends_with_the_solution_and_errs_in_half_of_the_episodes() -> None:
     lengths: Counter[int] = Counter()
-    for task in splits["train"]:
+    for task in generate_tasks(150, seed=3, levels=(1,)):
         edits = expert_episode(task, seed=0)
         assert edits == expert_episode(task, seed=0)
         lengths[len(edits)] += 1
+        lines = str(task["code"]).split("\n")
         for number, edit in enumerate(edits, 1):
-            lines = str(task["code"]).split("\n")
             lines[edit.line - 1] = edit.code
             assert ("\n".join(lines) == task["solution"]) == (number == len(edits))
     assert set(lengths) == {1, 2}
@@ -137,4 +169,4 @@ def test_unknown_split_and_level_are_refused() -> None:
     with pytest.raises(ValueError, match="split is 'test'"):
         generate_tasks(1, seed=0, split="test")
     with pytest.raises(ValueError, match="levels are"):
-        generate_tasks(1, seed=0, levels=(4,))
+        generate_tasks(1, seed=0, levels=(5,))

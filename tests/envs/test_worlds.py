@@ -122,7 +122,8 @@ async def test_a_task_without_code_or_tests_is_a_failure_of_the_environment(data
 
 def test_the_prompt_shows_the_code_and_no_ground_truth() -> None:
     task = CodeDebugEnv.task("train-0-0")
-    assert str(task.data["code"]) in task.prompt[0].content
+    lines = [line.split("|", 1)[1] for line in task.prompt[0].content.split("\n")[1:]]
+    assert "\n".join(lines) == str(task.data["code"])
     assert str(task.data["solution"]) not in task.prompt[0].content
     own = CodeDebugEnv.task_from_json({"id": "a", "code": "c", "tests": "assert 1", "prompt": "Please."})
     assert own.prompt == (Message("user", "Please."),)

@@ -38,11 +38,13 @@ def test_the_model_sees_a_short_schema() -> None:
     assert CodeExecutor().spec.parameters == {
         "type": "object",
         "properties": {
-            "code": {"type": "string", "description": "Python code"},
-            "line": {"type": "integer", "description": "the line of the program that code replaces"},
+            "line": {
+                "type": "integer",
+                "description": "The line to replace; without it, code is the whole program.",
+            },
+            "code": {"type": "string", "description": "Python code."},
         },
         "required": ["code"],
-        "additionalProperties": False,
     }
 
 
@@ -110,3 +112,14 @@ async def test_claiming_success_is_not_success(sandboxes: LocalSandboxes) -> Non
         result = await run(sandboxes, {"code": code})
         assert result.data["passed"] == 0
         assert result.content.startswith("0/3 tests passed")
+
+
+async def test_edits_add_up_within_an_episode_and_not_beyond_it(sandboxes: LocalSandboxes) -> None:
+    executor = CodeExecutor()
+    edits = [{"line": 2, "code": "    c = a"}, {"line": 3, "code": "    return c + b"}]
+    for _ in range(2):
+        async with Toolbox([executor], ToolContext(Task("t", (), DATA), sandboxes(), 0)) as toolbox:
+            calls = [ToolCall(f"c{n}", "code_executor", edit) for n, edit in enumerate(edits)]
+            results = await toolbox.call_all(calls)
+        assert [result.data["passed"] for result in results] == [1, 3]
+        assert results[1].data["program"] == "def add(a, b):\n    c = a\n    return c + b\n"

@@ -98,7 +98,6 @@ def test_a_function_becomes_a_schema() -> None:
             "b": {"type": "integer", "description": "the second, on two lines"},
         },
         "required": ["a", "b"],
-        "additionalProperties": False,
     }
     assert add(1, 2) == 3
 

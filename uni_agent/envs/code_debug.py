@@ -27,7 +27,7 @@ NUDGE = f"Nothing was run. Call {EXECUTOR} with your fix."
 
 
 def repair_prompt(code: str) -> str:
-    """What the agent is told: the code with its line numbers; the tests themselves show only where they fail."""
+    """What the agent is told: the code with line numbers. The tests show only where they fail."""
     lines = code.rstrip("\n").split("\n")
     return "Some tests of this function fail:" + "".join(f"\n{n}|{line}" for n, line in enumerate(lines, 1))
 

@@ -1,4 +1,4 @@
-"""Code-repair tasks from a generator: a correct function, one or two mutations, tests, and a scripted expert.
+"""Code-repair tasks from a generator: a correct function, one to three bugs, tests, and a scripted expert.
 
 Flows out: tasks as JSON objects (`id`, `code`, `tests`, and what made them: `level`, `family`, `mutation`,
 `solution`). The solution is for the expert and for checks; an environment never shows it. Everything follows
@@ -6,10 +6,15 @@ from the seed. This module knows nothing of agents, tools, renderers or training
 """
 
 import ast
+import copy
+import functools
 import hashlib
+import itertools
 import random
+import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 from uni_agent.envs.repair_families import FAMILIES, HELD_OUT_FAMILIES, Args, Draft
 
@@ -18,19 +23,21 @@ Task = dict[str, object]
 
 SPLITS = ("train", "held_out", "held_out_family")
 LEVELS = {
-    1: "one bug, the docstring states the intent",
-    2: "one bug, no docstring: only the failing tests tell",
-    3: "two bugs in one line, the docstring states the intent",
+    1: "one bug",
+    2: "two bugs, in two lines",
+    3: "three bugs, in three lines",
+    4: "one bug, and no docstring that states the intent: only the failing tests tell",
 }
-SHARES = {1: 0.2, 2: 0.6, 3: 0.2}
+SHARES = {1: 0.2, 2: 0.4, 3: 0.4, 4: 0.2}
 """How often each level is drawn, among those asked for."""
 
 HELD_OUT_SHARE = 0.2
 """Share of all functions that is never trained on."""
 
 NUM_TESTS = 3
-NUM_RIVALS = 12
-_ATTEMPTS = 200
+_NUM_CALLS = 10
+_MAX_LINES = 500
+_ATTEMPTS = 400
 
 
 class Mutant(NamedTuple):
@@ -51,11 +58,11 @@ class Edit(NamedTuple):
 def generate_tasks(
     num: int, *, seed: int, split: str = "train", levels: Sequence[int] = (1, 2, 3)
 ) -> list[Task]:
-    """Generate `num` verified tasks: the code fails a test, the solution passes all of them.
+    """Generate `num` verified tasks: the solution passes all tests, and each bug alone fails one.
 
-    Families alternate evenly, levels are drawn by `SHARES`. A function belongs to exactly one of `train` and
-    `held_out`, by a hash of its text without docstring, whatever the seed; `held_out_family` has families
-    that `train` lacks.
+    Levels are drawn by `SHARES`, families evenly among those with enough lines. A function belongs to
+    exactly one of `train` and `held_out`, by a hash of its text without docstring, whatever the seed;
+    `held_out_family` has families that `train` lacks.
     """
     tasks = stream_tasks(seed=seed, split=split, levels=levels)
     return [next(tasks) for _ in range(num)]
@@ -67,34 +74,43 @@ def stream_tasks(*, seed: int, split: str = "train", levels: Sequence[int] = (1,
         raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
     if not levels or any(level not in LEVELS for level in levels):
         raise ValueError(f"levels are {list(levels)}; expected some of {list(LEVELS)}")
-    families = list(HELD_OUT_FAMILIES if split == "held_out_family" else FAMILIES)
-    number = 0
-    while True:
+    for number in itertools.count():
         rng = random.Random(f"{seed}/{split}/{number}")
-        if number % len(families) == 0:
-            random.Random(f"{seed}/{split}/order/{number}").shuffle(families)
         level = rng.choices(levels, [SHARES[level] for level in levels])[0]
-        yield _make_task(f"{split}-{seed}-{number}", families[number % len(families)], level, split, rng)
-        number += 1
+        family = rng.choice(_families(split, num_bugs(level)))
+        yield _make_task(f"{split}-{seed}-{number}", family, level, split, rng)
+
+
+def num_bugs(level: int) -> int:
+    """How many lines of a task of this level are wrong."""
+    return 1 if level == 4 else level
+
+
+@functools.cache
+def _families(split: str, bugs: int) -> list[str]:
+    """Name the families of a split whose functions have enough lines for so many bugs."""
+    known = HELD_OUT_FAMILIES if split == "held_out_family" else FAMILIES
+    drafts = {name: build(random.Random(0)) for name, build in known.items()}
+    return sorted(name for name, draft in drafts.items() if len(draft.body) >= bugs)
 
 
 def _make_task(task_id: str, family: str, level: int, split: str, rng: random.Random) -> Task:
     build = FAMILIES.get(family) or HELD_OUT_FAMILIES[family]
     for _ in range(_ATTEMPTS):
         draft = build(rng)
-        solution = _source(draft, with_doc=level != 2)
+        solution = _source(draft, with_doc=level != 4)
         if split != "held_out_family" and is_held_out(solution) != (split == "held_out"):
             continue
-        bug = _break(solution, level, rng)
-        tests = bug and _choose_tests(draft, solution, bug.code, rng)
-        if bug and tests:
+        bugs = _break(solution, num_bugs(level), rng)
+        tests = bugs and _choose_tests(draft, solution, bugs, rng)
+        if bugs and tests:
             return {
                 "id": task_id,
-                "code": bug.code,
+                "code": bugs[-1].code,
                 "tests": tests,
                 "level": level,
                 "family": family,
-                "mutation": bug.kind,
+                "mutation": "+".join(bug.kind for bug in bugs),
                 "solution": solution,
             }
     raise RuntimeError(f"family {family!r} gave no task of level {level} in {_ATTEMPTS} tries")
@@ -117,68 +133,89 @@ def _source(draft: Draft, *, with_doc: bool) -> str:
     return ast.unparse(ast.parse("\n".join(lines)))
 
 
-def _break(solution: str, level: int, rng: random.Random) -> Mutant | None:
-    """Mutate once, or twice in the same line for level 3."""
-    options = mutants(solution)
-    first = _pick_kind(options, rng)
-    if level != 3:
-        return first
-    again = [m for m in mutants(first.code) if m.line == first.line and m.code != solution]
-    again = [m for m in again if m.kind != first.kind and m.code not in {o.code for o in options}]
-    if not again:
-        return None
-    second = _pick_kind(again, rng)
-    return Mutant(second.code, f"{first.kind}+{second.kind}", first.line)
+def _break(solution: str, bugs: int, rng: random.Random) -> list[Mutant]:
+    """Mutate `bugs` different lines, one after the other; empty where a line too few can be mutated."""
+    found: list[Mutant] = []
+    code = solution
+    for _ in range(bugs):
+        mutant = _mutate(code, {bug.line for bug in found}, rng)
+        if mutant is None:
+            return []
+        found.append(mutant)
+        code = mutant.code
+    return found
 
 
-def _pick_kind(options: list[Mutant], rng: random.Random) -> Mutant:
-    """Draw a kind first, so that frequent kinds do not crowd out rare ones."""
-    kind = rng.choice(sorted({m.kind for m in options}))
-    return rng.choice([m for m in options if m.kind == kind])
+# --- tests ---
 
 
-# ---- tests
-
-
-def _choose_tests(draft: Draft, solution: str, code: str, rng: random.Random) -> list[str] | None:
-    """Choose calls that tell the solution from as many of its mutants as possible; None if `code` passes."""
-    calls = [draft.draw(rng) for _ in range(8)]
+def _choose_tests(draft: Draft, solution: str, bugs: list[Mutant], rng: random.Random) -> list[str] | None:
+    """Choose calls such that each bug alone fails one of them; None where that cannot be."""
+    calls = [draft.draw(rng) for _ in range(_NUM_CALLS)]
     expected = _results(solution, draft.name, calls)
-    others = [m.code for m in mutants(solution) if m.code != code]
-    rivals = [code, *rng.sample(others, min(NUM_RIVALS, len(others)))]
-    results = [_results(rival, draft.name, calls) for rival in rivals]
-    caught = [{i for i, value in enumerate(row) if value != expected[i]} for row in results]
-    if not caught[0]:
+    lone = [_with_line(solution, bug.line, bugs[-1].code) for bug in bugs]
+    programs = list(dict.fromkeys([*lone, bugs[-1].code]))
+    results = [_results(program, draft.name, calls) for program in programs]
+    left = [{i for i, value in enumerate(row) if value != expected[i]} for row in results]
+    if not all(left):
         return None
     chosen: list[int] = []
-    left = [places for places in caught if places]
     while len(chosen) < NUM_TESTS:
         rest = [i for i in range(len(calls)) if i not in chosen]
-        best = max(rest, key=lambda i: sum(i in places for places in left))
-        chosen.append(best)
-        left = [places for places in left if best not in places]
-    if not caught[0] & set(chosen):
+        chosen.append(max(rest, key=lambda i: sum(i in places for places in left)))
+        left = [places for places in left if chosen[-1] not in places]
+    if left:
         return None
-    chosen.sort()
-    return [f"assert {draft.name}({', '.join(map(repr, calls[i]))}) == {expected[i]}" for i in chosen]
+    return [f"assert {draft.name}({', '.join(map(repr, calls[i]))}) == {expected[i]}" for i in sorted(chosen)]
+
+
+def _with_line(code: str, number: int, other: str) -> str:
+    """Take line `number` (from 1) from another version of the code."""
+    lines = code.split("\n")
+    lines[number - 1] = other.split("\n")[number - 1]
+    return "\n".join(lines)
 
 
 def _results(code: str, name: str, calls: list[Args]) -> list[str]:
-    """Return the repr of each call, or its error's name. Generated code only: it is not sandboxed."""
+    """Return the repr of each call, or its error's name. Generated code only: it is not sandboxed.
+
+    A mutant may loop for ever (a list that grows while it is walked), so lines are counted.
+    """
     namespace: dict[str, object] = {}
     exec(code, namespace)
     function = namespace[name]
     assert callable(function)
     results: list[str] = []
     for args in calls:
+        before = sys.gettrace()
+        sys.settrace(_LineLimit().enter)
         try:
-            results.append(repr(function(*args)))
+            results.append(repr(function(*copy.deepcopy(args))))
         except Exception as error:
             results.append(type(error).__name__)
+        finally:
+            sys.settrace(before)
     return results
 
 
-# ---- mutations
+class _TooManyLines(Exception):
+    """A generated function ran longer than any of them should."""
+
+
+class _LineLimit:
+    """A trace function that stops a call after `_MAX_LINES` lines."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_LINES
+
+    def enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooManyLines
+        return self.enter
+
+
+# --- mutations ---
 
 _OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
     ast.Add: (ast.Sub, ast.Mult),
@@ -197,18 +234,43 @@ _NAMES = {"upper": "lower", "lower": "upper", "min": "max", "max": "min"}
 def mutants(code: str) -> list[Mutant]:
     """List every mutant of `code` that differs from it in one line, without repeats, in a fixed order."""
     tree = ast.parse(code)
-    lines = code.split("\n")
     found: dict[str, Mutant] = {}
     for index, node in enumerate(ast.walk(tree)):
         for kind, number in _options(node, tree):
-            changed = ast.parse(code)
-            _apply(list(ast.walk(changed))[index], kind, number, changed)
-            text = ast.unparse(changed)
-            new = text.split("\n")
-            differ = [i for i, line in enumerate(lines) if i < len(new) and line != new[i]]
-            if len(new) == len(lines) and len(differ) == 1:
-                found.setdefault(text, Mutant(text, kind, differ[0] + 1))
+            mutant = _mutant(code, index, kind, number)
+            if mutant is not None:
+                found.setdefault(mutant.code, mutant)
     return list(found.values())
+
+
+def _mutate(code: str, taken: set[int], rng: random.Random) -> Mutant | None:
+    """Draw a mutant outside the lines that are taken: its kind first, so that rare kinds are seen."""
+    tree = ast.parse(code)
+    by_kind: dict[str, list[tuple[int, int]]] = {}
+    for index, node in enumerate(ast.walk(tree)):
+        if isinstance(node, ast.expr | ast.stmt) and node.lineno in taken:
+            continue
+        for kind, number in _options(node, tree):
+            by_kind.setdefault(kind, []).append((index, number))
+    while by_kind:
+        kind = rng.choice(sorted(by_kind))
+        index, number = by_kind[kind].pop(rng.randrange(len(by_kind[kind])))
+        if not by_kind[kind]:
+            del by_kind[kind]
+        mutant = _mutant(code, index, kind, number)
+        if mutant is not None and mutant.line not in taken:
+            return mutant
+    return None
+
+
+def _mutant(code: str, index: int, kind: str, number: int) -> Mutant | None:
+    """Apply one mutation to the node of that index; None unless exactly one line changed."""
+    changed = ast.parse(code)
+    _apply(list(ast.walk(changed))[index], kind, number, changed)
+    text = ast.unparse(changed)
+    old, new = code.split("\n"), text.split("\n")
+    differ = [i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b]
+    return Mutant(text, kind, differ[0]) if len(new) == len(old) and len(differ) == 1 else None
 
 
 def _options(node: ast.AST, tree: ast.Module) -> list[tuple[str, int]]:
@@ -290,27 +352,33 @@ def _replace(tree: ast.Module, old: ast.stmt, new: ast.stmt) -> None:
                 value[value.index(old)] = new
 
 
-# ---- the expert
+# --- the expert ---
 
 
 def expert_episode(task: Task, seed: int) -> list[Edit]:
-    """Write the answers of an expert who knows the solution.
+    """Write the answers of an expert who knows the solution of a task with one bug.
 
-    Half of the episodes are right at the first try; the others start with a plausible mistake (another change
-    of one line of the task's code) and are right at the second. The last edit gives the solution.
+    Half of the episodes are right at the first try. The others are right at the second, after a
+    mistake: a wrong change of the wrong line, or another line, rewritten as it stood. The last edit
+    gives the solution. Raises ValueError for a task with several bugs, which nobody scripted.
     """
     rng = random.Random(f"expert/{task['id']}/{seed}")
     code, solution = str(task["code"]), str(task["solution"])
     right = _edit(code, solution)
     if rng.random() < 0.5:
         return [right]
-    wrong = [m for m in mutants(code) if m.code != solution]
-    same_line = [m for m in wrong if m.line == right.line]
-    mistake = rng.choice(same_line if same_line and rng.random() < 0.5 else wrong)
-    return [_edit(code, mistake.code), right]
+    lines = code.split("\n")
+    first = 3 if lines[1].strip().startswith('"""') else 2
+    others = [Edit(n, lines[n - 1]) for n in range(first, len(lines) + 1) if n != right.line]
+    if others and rng.random() < 0.5:
+        return [rng.choice(others), right]
+    wrong = [m for m in mutants(code) if m.line == right.line and m.code != solution]
+    return [_edit(code, rng.choice(wrong).code), right] if wrong else [right]
 
 
 def _edit(old: str, new: str) -> Edit:
     pairs = zip(old.split("\n"), new.split("\n"), strict=True)
-    number, line = next((i, b) for i, (a, b) in enumerate(pairs, 1) if a != b)
-    return Edit(number, line)
+    differ = [Edit(number, line) for number, (before, line) in enumerate(pairs, 1) if before != line]
+    if len(differ) != 1:
+        raise ValueError(f"{len(differ)} lines differ; the expert edits one")
+    return differ[0]

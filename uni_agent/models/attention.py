@@ -1,15 +1,17 @@
 """Attention over rows that hold several segments, without a mask of rows times rows.
 
-A batch is scored as one flat row of its real tokens: padding costs nothing in the linear layers.
-Inside attention the segments are gathered into small padded batches of similar length, run through
-causal SDPA, and put back. Registered with transformers as `uni_agent_packed`; a forward that brings
+A batch is scored as one flat row of its real tokens: padding costs nothing in the linear layers, and
+a prefix that several segments begin with (the prompt of a group, a system prompt) is in the row once.
+Inside attention the segments are gathered into small padded batches of similar size, run through
+SDPA, and put back. Registered with transformers as `uni_agent_packed`; a forward that brings
 no Packing gets transformers' own SDPA, so that generation and evaluation work as ever.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,24 +21,53 @@ import torch.nn.functional as F
 
 PACKED_ATTENTION = "uni_agent_packed"
 
-# Segments join a padded batch as long as they fill this share of its longest one.
-_MIN_FILL = 0.75
+# Segments join a padded batch as long as they fill this share of their place in it.
+_MIN_FILL = 0.56
+# Fewer shared tokens than this are computed again: attention to a prefix needs a mask.
+_MIN_SHARED = 16
+# The most elements of one segment's mask; a segment beyond it is computed whole.
+_MAX_MASK = 1 << 24
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Segments as paths through a tree: each owns its last tokens, and shares those before.
+
+    kept int64[U]: the tokens that remain, in order. node int64[T]: where in them each token is found.
+    shared int64[N]: how many leading tokens of each segment belong to others.
+    """
+
+    kept: Int64Array
+    node: Int64Array
+    shared: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBatch:
-    """Segments padded to one length. `gather` int64[count * length]: flat positions (None: in order)."""
+    """Own tokens of `count` segments, padded to `length`, and what they see, padded to `reach`.
+
+    queries int64[count * length] and keys int64[count * reach] are places in the flat row (None: in
+    order). shared int64[count] counts the keys before the first own token; None where all are 0, and
+    then queries and keys are the same tokens.
+    """
 
     count: int
     length: int
-    gather: torch.Tensor | None
+    reach: int
+    queries: torch.Tensor | None
+    keys: torch.Tensor | None
+    shared: torch.Tensor | None
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict[int | None, torch.Tensor])
+    """Made by the first layer of each window, and used by the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a flat row of T tokens falls into segments.
+    """How a flat row of U tokens falls into segments.
 
-    `restore` int64[T] finds each token in the concatenated outputs of `batches`; None where they are
+    `restore` int64[U] finds each token in the concatenated outputs of `batches`; None where they are
     in order already.
     """
 
@@ -44,28 +75,72 @@ class Packing:
     restore: torch.Tensor | None
 
 
-def plan_packing(lengths: npt.NDArray[np.int64], device: torch.device) -> Packing:
-    """Plan for segments of these lengths that stand one after another in a flat row."""
-    if (lengths == lengths[0]).all():
-        return Packing((SegmentBatch(len(lengths), int(lengths[0]), None),), None)
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-    order = np.argsort(-lengths, kind="stable")
-    restore = np.empty(int(lengths.sum()), np.int64)
+def share_prefixes(keys: Int64Array, lengths: Int64Array) -> Sharing:
+    """Find what segments have in common; keys int64[T] are equal where token and position are."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    shared = np.zeros(len(lengths), np.int64)
+    source = np.arange(len(keys))
+    # sorted as big-endian bytes, that is by content, the longest common prefix is with the neighbour
+    order = sorted(range(len(lengths)), key=lambda i: keys[starts[i] : ends[i]].astype(">u8").tobytes())
+    for before, i in itertools.pairwise(order):
+        n = int(min(lengths[before], lengths[i]))
+        differ = keys[starts[before] : starts[before] + n] != keys[starts[i] : starts[i] + n]
+        common = int(differ.argmax()) if differ.any() else n
+        if common >= _MIN_SHARED and (lengths[i] - common) * lengths[i] <= _MAX_MASK:
+            shared[i] = common
+            source[starts[i] : starts[i] + common] = source[starts[before] : starts[before] + common]
+    own = source == np.arange(len(keys))
+    return Sharing(np.flatnonzero(own), (np.cumsum(own) - 1)[source], shared)
+
+
+def plan_packing(lengths: Int64Array, sharing: Sharing, device: torch.device) -> Packing:
+    """Plan for segments of these lengths, their prefixes shared so."""
+    if not sharing.shared.any() and (lengths == lengths[0]).all():
+        length = int(lengths[0])
+        return Packing((SegmentBatch(len(lengths), length, length, None, None, None),), None)
+    starts = np.cumsum(lengths) - lengths
+    own = lengths - sharing.shared
+    restore = np.empty(len(sharing.kept), np.int64)
     batches: list[SegmentBatch] = []
-    begin, offset = 0, 0
-    while begin < len(order):
-        longest = int(lengths[order[begin]])
-        end = begin + int((lengths[order[begin:]] >= _MIN_FILL * longest).sum())
-        members = order[begin:end]
-        within = np.minimum(np.arange(longest), lengths[members, None] - 1)
-        positions = starts[members, None] + within
-        real = np.arange(longest) < lengths[members, None]
-        slots = offset + np.arange(len(members) * longest).reshape(len(members), longest)
-        restore[positions[real]] = slots[real]
-        gather = torch.from_numpy(positions.reshape(-1)).to(device)
-        batches.append(SegmentBatch(len(members), longest, gather))
-        begin, offset = end, offset + len(members) * longest
+    offset = 0
+    for members in _similar(own, lengths, sharing.shared):
+        length, reach = int(own[members].max()), int(lengths[members].max())
+        first, last = starts[members, None], lengths[members, None] - 1
+        shared = sharing.shared[members, None]
+        within = shared + np.arange(length)
+        queries = sharing.node[first + np.minimum(within, last)]
+        slots = offset + np.arange(len(members) * length).reshape(len(members), length)
+        real = within <= last
+        restore[queries[real]] = slots[real]
+        offset += len(members) * length
+        keys = sharing.node[first + np.minimum(np.arange(reach), last)] if shared.any() else queries
+        batches.append(
+            SegmentBatch(
+                len(members),
+                length,
+                reach,
+                torch.from_numpy(queries.reshape(-1)).to(device),
+                torch.from_numpy(keys.reshape(-1)).to(device),
+                torch.from_numpy(shared[:, 0]).to(device) if shared.any() else None,
+            )
+        )
     return Packing(tuple(batches), torch.from_numpy(restore).to(device))
+
+
+def _similar(own: Int64Array, lengths: Int64Array, shared: Int64Array) -> Iterator[Int64Array]:
+    """Groups of segments that waste little when padded to one size; those that share nothing apart."""
+    for part in (shared == 0, shared > 0):
+        order = np.flatnonzero(part & (own > 0))
+        order = order[np.argsort(-own[order] * lengths[order], kind="stable")]
+        begin = length = reach = 0
+        for at, i in enumerate(order.tolist()):
+            length, reach = max(length, int(own[i])), max(reach, int(lengths[i]))
+            if own[i] * lengths[i] < _MIN_FILL * length * reach:
+                yield order[begin:at]
+                begin, length, reach = at, int(own[i]), int(lengths[i])
+        if begin < len(order):
+            yield order[begin:]
 
 
 def packed_attention(  # noqa: PLR0917 - transformers' signature of attention functions
@@ -94,16 +169,16 @@ def packed_attention(  # noqa: PLR0917 - transformers' signature of attention fu
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest
         )
-    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+    flat_q, flat_k, flat_v = (states[0].transpose(0, 1) for states in (query, key, value))
     outputs: list[torch.Tensor] = []
     for batch in packing.batches:
-        q, k, v = (_gather(states, batch) for states in flat)
+        q = _gather(flat_q, batch.queries, batch.count)
+        k, v = (_gather(states, batch.keys, batch.count) for states in (flat_k, flat_v))
         # Expanding keys and values is several times faster on CPU than SDPA's enable_gqa.
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        window = sliding_window if sliding_window is not None and sliding_window < batch.length else None
-        mask = None if window is None else _band(batch.length, window, query.device)
+        mask = _mask(batch, sliding_window, q)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
         )
@@ -123,15 +198,24 @@ def register_packed_attention() -> None:
     AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
 
 
-def _gather(states: torch.Tensor, batch: SegmentBatch) -> torch.Tensor:
-    """[T, H, D] -> [count, H, length, D]."""
-    picked = states if batch.gather is None else states.index_select(0, batch.gather)
-    return picked.reshape(batch.count, batch.length, *states.shape[1:]).transpose(1, 2)
+def _gather(states: torch.Tensor, where: torch.Tensor | None, count: int) -> torch.Tensor:
+    """[U, H, D] -> [count, H, length, D]."""
+    picked = states if where is None else states.index_select(0, where)
+    return picked.reshape(count, -1, *states.shape[1:]).transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=8)
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """bool[length, length]: token i sees itself and the window - 1 tokens before it."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+def _mask(batch: SegmentBatch, window: int | None, query: torch.Tensor) -> torch.Tensor | None:
+    """[count or 1, 1, length, reach]: 0 where a query sees a key, else -inf; None for plain causal."""
+    if window is not None and window >= batch.reach:
+        window = None
+    if batch.shared is None and window is None:
+        return None
+    if window not in batch.masks:
+        device = query.device
+        shared = torch.zeros(1, dtype=torch.int64, device=device) if batch.shared is None else batch.shared
+        position = shared[:, None] + torch.arange(batch.length, device=device)
+        distance = position[:, :, None] - torch.arange(batch.reach, device=device)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        mask = query.new_zeros(hidden.shape, requires_grad=False).masked_fill_(hidden, -torch.inf)
+        batch.masks[window] = mask[:, None]
+    return batch.masks[window]

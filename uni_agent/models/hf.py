@@ -21,6 +21,7 @@ from uni_agent.errors import ModelError
 from uni_agent.models.attention import PACKED_ATTENTION, register_packed_attention
 from uni_agent.models.logprobs import causal_lm, score_tokens
 from uni_agent.models.lora import LoRA, add_lora, merged_weights
+from uni_agent.models.norm import speed_up_norms
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,6 +135,7 @@ class HFAutoModel:
         register_packed_attention()
         module: Any = _load_weights(base_folder or folder, _DTYPES[dtype])
         disable_dropout(module)
+        speed_up_norms(module)
         module.eval().to(device)
         _check_scoring(module, base_folder or folder)
         if base_folder is not None:

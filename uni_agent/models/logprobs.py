@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from uni_agent.models.attention import Packing, plan_packing
+from uni_agent.models.attention import Packing, plan_packing, share_prefixes
 
 # Logits of one chunk, in elements: 2**25 float32 are 128 MiB.
 _CHUNK_ELEMENTS = 1 << 25
@@ -44,12 +45,14 @@ class CausalLM(Protocol):
 
 
 class _Flat(NamedTuple):
-    """A batch as one row of its T real tokens."""
+    """A batch as one row of its T real tokens, U of which are computed: shared prefixes once."""
 
     kept: torch.Tensor  # int64[T]: where in the flattened [B * L] they stand
+    computed: torch.Tensor  # int64[U]: the same of those that are computed
+    node: torch.Tensor  # int64[T]: which of these stands for each token
     first: torch.Tensor  # bool[T]: starts a segment
     packing: Packing
-    ends: torch.Tensor  # int64[N]: the last token of each segment, in the flat row
+    ends: torch.Tensor  # int64[N]: the last token of each segment, in the row of T
     slots: torch.Tensor  # int64[N]: row * S + segment - 1
     num_slots: int  # S, segments per row
 
@@ -70,17 +73,23 @@ def score_tokens(
 
     All inputs are [B, L]: token_ids, positions (restart per segment), segments (0 is padding, at any
     side; a segment's tokens stand together), temperature (above 0), wanted (bool, None for all: the
-    head runs for these only). `chunk` is the most tokens whose logits live at once. Raises ValueError
-    on shapes that differ, a split segment, or a temperature of 0.
+    head runs for these only). What several segments begin with is computed once: a group costs its
+    prompt once. `chunk` is the most tokens whose logits live at once. Raises ValueError on shapes that
+    differ, a split segment, or a temperature of 0.
     """
     _check_shapes(token_ids, positions=positions, segments=segments, temperature=temperature, wanted=wanted)
     rows, columns = token_ids.shape
     model = causal_lm(module)
     if not rows or not columns or not bool(segments.any()):
         return _empty(token_ids, model, with_entropy, with_hidden)
-    flat = _flatten(segments)
-    ids = token_ids.reshape(-1).index_select(0, flat.kept).long()
-    hidden = _run_decoder(model, ids, positions.reshape(-1).index_select(0, flat.kept).long(), flat.packing)
+    flat = _flatten(token_ids, positions, segments)
+    ids = token_ids.reshape(-1).long()
+    hidden = _run_decoder(
+        model,
+        ids.index_select(0, flat.computed),
+        positions.reshape(-1).index_select(0, flat.computed).long(),
+        flat.packing,
+    )
 
     targets = ~flat.first if wanted is None else wanted.reshape(-1).index_select(0, flat.kept) & ~flat.first
     targets = targets.nonzero().squeeze(1)
@@ -89,18 +98,18 @@ def score_tokens(
         raise ValueError(
             "temperature is 0 or below for a token to score; greedy tokens have logprobs at temperature 1"
         )
-    states = hidden.index_select(0, targets - 1)
-    logprobs, entropy = _score_states(
-        model, states, ids.index_select(0, targets), heat, with_entropy=with_entropy, chunk=chunk
-    )
+    states = hidden.index_select(0, flat.node.index_select(0, targets - 1))
     where = flat.kept.index_select(0, targets)
+    logprobs, entropy = _score_states(
+        model, states, ids.index_select(0, where), heat, with_entropy=with_entropy, chunk=chunk
+    )
     outputs = TokenOutputs(
         _spread(logprobs, where, rows * columns).view(rows, columns),
         _spread(entropy, where, rows * columns).view(rows, columns) if entropy is not None else None,
     )
     if not with_hidden:
         return outputs
-    states = hidden.float()
+    states = hidden.float().index_select(0, flat.node)
     after_first = (~flat.first).nonzero().squeeze(1)
     before = _spread(
         states.index_select(0, after_first - 1), flat.kept.index_select(0, after_first), rows * columns
@@ -121,7 +130,7 @@ def causal_lm(module: torch.nn.Module) -> CausalLM:
 def _run_decoder(
     model: CausalLM, ids: torch.Tensor, positions: torch.Tensor, packing: Packing
 ) -> torch.Tensor:
-    """The last hidden states [T, H] of a flat row."""
+    """The last hidden states [U, H] of a flat row."""
     output = model.get_decoder()(
         input_ids=ids[None],
         position_ids=positions[None],
@@ -156,9 +165,7 @@ def _score_states(
             logits = logits / heat[:, None]
         if not with_entropy:
             return -F.cross_entropy(logits, ids, reduction="none"), heat
-        all_logprobs = F.log_softmax(logits, dim=-1)
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return all_logprobs.gather(1, ids[:, None]).squeeze(1), entropy
+        return _LogprobAndEntropy.apply(logits, ids)  # pyright: ignore[reportReturnType]
 
     pieces = list(zip(states.split(size), ids.split(size), heat.split(size), strict=True))
     if len(pieces) == 1 or not torch.is_grad_enabled():
@@ -167,6 +174,33 @@ def _score_states(
         scored = [checkpoint(score, *piece, use_reentrant=False) for piece in pieces]
     logprobs = torch.cat([piece[0] for piece in scored])
     return logprobs, torch.cat([piece[1] for piece in scored]) if with_entropy else None
+
+
+class _LogprobAndEntropy(torch.autograd.Function):
+    """Logits float32[N, V], ids int64[N] -> logprobs and entropies float32[N].
+
+    Autograd's own backward of the same formulas passes over [N, V] three times as often.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        all_logprobs = F.log_softmax(logits, dim=-1)
+        probs = all_logprobs.exp()
+        entropy = -(probs * all_logprobs).sum(-1)
+        ctx.save_for_backward(all_logprobs, probs, ids, entropy)
+        return all_logprobs.gather(1, ids[:, None]).squeeze(1), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, /, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        all_logprobs, probs, ids, entropy = ctx.saved_tensors
+        of_logprob, of_entropy = (grad[:, None] for grad in grads)
+        if bool(of_entropy.any()):
+            grad = torch.addcmul(of_logprob + of_entropy * entropy[:, None], all_logprobs, of_entropy)
+            grad = grad.mul_(probs).neg_()
+        else:  # a loss without entropy bonus
+            grad = probs * -of_logprob
+        return grad.scatter_add_(1, ids[:, None], of_logprob), None
 
 
 class LogitRule(NamedTuple):
@@ -188,8 +222,8 @@ class LogitRule(NamedTuple):
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
-def _flatten(segments: torch.Tensor) -> _Flat:
-    """Drop padding and plan the packing. Raises ValueError where a segment is in two pieces."""
+def _flatten(token_ids: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> _Flat:
+    """Drop padding, share prefixes, plan the packing. Raises ValueError where a segment is in two pieces."""
     device = segments.device
     grid = segments.cpu().numpy().astype(np.int64)
     num_slots = int(grid.max())
@@ -203,14 +237,18 @@ def _flatten(segments: torch.Tensor) -> _Flat:
         row, segment = divmod(int(unique[counts.argmax()]), num_slots)
         raise ValueError(f"segment {segment + 1} of row {row} is in {counts.max()} pieces; expected one run")
     lengths = np.diff(np.append(starts, len(kept)))
+    keys = (positions.cpu().numpy().astype(np.int64) << 32) + token_ids.cpu().numpy()
+    sharing = share_prefixes(keys.reshape(-1)[kept], lengths)
 
     def tensor(array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
     return _Flat(
         kept=tensor(kept),
+        computed=tensor(kept[sharing.kept]),
+        node=tensor(sharing.node),
         first=tensor(first),
-        packing=plan_packing(lengths, device),
+        packing=plan_packing(lengths, sharing, device),
         ends=tensor(starts + lengths - 1),
         slots=tensor(slots),
         num_slots=num_slots,

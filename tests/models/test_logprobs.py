@@ -161,6 +161,72 @@ def test_gradients_do_not_depend_on_the_layout(folders: Any, name: str) -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_shared_prefixes_are_computed_once_and_change_nothing(
+    folders: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = HFAutoModel.from_pretrained(folders(name)).module
+    system, task = [(3 * i + 5) % 64 for i in range(18)], [(5 * i + 2) % 64 for i in range(20)]
+    rows = [
+        system + task + [7, 8, 9],
+        system + task + [7, 8, 4, 1],
+        system + task,  # nothing of its own
+        system + task[:1] + [60, 61],
+        system[:10] + [2, 3],  # too little in common
+        task,
+    ]
+    width = max(len(row) for row in rows)
+    ids = [row + [0] * (width - len(row)) for row in rows]
+    segments = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    computed: list[int] = []
+    decoder = module.get_decoder()
+    decoder.register_forward_pre_hook(
+        lambda _, args, rest: computed.append(rest["input_ids"].numel()), with_kwargs=True
+    )
+    results: list[list[Tensor]] = []
+    for shared in (16, 1000):
+        monkeypatch.setattr("uni_agent.models.attention._MIN_SHARED", shared)
+        module.zero_grad()
+        out = score(module, ids, segments, with_entropy=True, with_hidden=True)
+        (out.logprobs.sum() + 0.3 * out.entropy.sum() + out.hidden.square().mean()).backward()
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        results.append([out.logprobs, out.entropy, out.hidden, out.end_hidden, *grads])
+    total = sum(len(row) for row in rows)
+    assert computed == [total - 40 - 38 - 19, total]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert (results[0][0] - results[1][0]).abs().max() < 1e-5
+
+
+def test_fast_backwards_equal_autograd(folders: Any) -> None:
+    """Norms, logprobs and entropy have a backward of their own."""
+    from uni_agent.models.logprobs import _LogprobAndEntropy
+    from uni_agent.models.norm import speed_up_norms
+
+    torch.manual_seed(0)
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 6, 3, 3, 1])
+    assert torch.autograd.gradcheck(lambda x: _LogprobAndEntropy.apply(x, ids), (logits,))
+
+    class LlamaRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.randn(6)), 0.1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    norm, x, push = LlamaRMSNorm(), torch.randn(2, 3, 6, requires_grad=True), torch.randn(2, 3, 6)
+    slow = norm(x), *torch.autograd.grad(norm(x), (x, norm.weight), push)
+    speed_up_norms(norm)
+    fast = norm(x), *torch.autograd.grad(norm(x), (x, norm.weight), push)
+    assert "RMSNorm" in str(fast[0].grad_fn)
+    for one, other in zip(slow, fast, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    loaded: Any = HFAutoModel.from_pretrained(folders("qwen3")).module
+    assert "RMSNorm" in loaded.model.norm(torch.ones(1, 32)).grad_fn.name()
+
+
 def test_hidden_is_the_state_before_each_token(folders: Any) -> None:
     module: Any = HFAutoModel.from_pretrained(folders("qwen3")).module
     states = module.get_decoder()(input_ids=torch.tensor([ROW]), use_cache=False).last_hidden_state[0]

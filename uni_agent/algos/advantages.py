@@ -69,6 +69,7 @@ def grpo_turns(
     discount: float = 1.0,
     normalize_std: bool = True,
     baseline: Literal["group", "turn"] = "group",
+    negative_scale: float = 1.0,
     rewards: TurnRewards = outcome_or_turns,
 ) -> list[list[list[Credit]]]:
     """As `grpo`, with credit per turn: the return of each turn, compared with the group's other turns.
@@ -77,7 +78,8 @@ def grpo_turns(
     sampled token of a turn gets its turn's advantage. The baseline is the mean over all turns of the
     group, or with "turn" over the turns of the same number: what could still be reached by those who
     had come that far; a turn that nobody else reached has advantage 0. The deviation is over all of
-    the group's turns, unbiased.
+    the group's turns, unbiased. `negative_scale` multiplies negative advantages at the end: below 1,
+    what worked teaches more than what failed, and larger steps stay stable (arXiv 2506.20520).
     """
     if baseline not in ("group", "turn"):
         raise ConfigError(f"baseline is {baseline!r}; expected 'group' or 'turn'")
@@ -93,6 +95,8 @@ def grpo_turns(
             if baseline == "turn":
                 values = _less_mean_of(values, numbers)
             advantages = centre(values, normalize_std=normalize_std)
+            if advantages is not None:
+                advantages = np.where(advantages < 0, negative_scale * advantages, advantages)
         rows = [_nothing(episode) for episode in group.episodes]
         offset = 0
         for i in members if advantages is not None else ():

@@ -3,7 +3,7 @@
 A slot is a row of every array here and of the cache tensor. `cached[s]` counts the tokens of slot s
 whose keys and values are valid; `length[s]` the tokens that it holds. A slot is active while a
 request runs in it, and idle while it only remembers a session. Active slots are kept at low row
-numbers, so that decoding attends over one contiguous view. Used by the engine's thread only.
+numbers, so that decoding attends over few contiguous views. Used by the engine's thread only.
 """
 
 from __future__ import annotations
@@ -170,10 +170,10 @@ class Slots:
         self.cache[:, :, row, :, :n] = self.cache[:, :, source, :, :n]
 
     def compact(self) -> None:
-        """Move active slots down when the view over them would hold too many idle rows."""
+        """Move active slots down when they lie far apart: neighbours attend together."""
         rows = self.active_rows()
         n = len(rows)
-        if n == 0 or rows[-1] + 1 <= n + n // 4 + 1:
+        if n == 0 or rows[-1] + 1 <= 2 * n + 8:
             return
         holes = np.flatnonzero(~self.active[:n]).tolist()
         movers = rows[rows >= n].tolist()
@@ -224,10 +224,10 @@ class Slots:
         return np.where(differ.any(1), differ.argmax(1), n)
 
     def _swap(self, a: int, b: int) -> None:
-        n = int(max(self.cached[a], self.cached[b]))
-        held = self.cache[:, :, a, :, :n].clone()
-        self.cache[:, :, a, :, :n] = self.cache[:, :, b, :, :n]
-        self.cache[:, :, b, :, :n] = held
+        in_a, in_b = int(self.cached[a]), int(self.cached[b])
+        held = self.cache[:, :, a, :, :in_a].clone()
+        self.cache[:, :, a, :, :in_b] = self.cache[:, :, b, :, :in_b]
+        self.cache[:, :, b, :, :in_a] = held
         pair, flipped = [a, b], [b, a]
         for array in (self.tokens, self.logprobs, self.versions, self.stop_ids):
             array[pair] = array[flipped]

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from uni_agent.engines.local_attention import DecodeAttention, PrefillAttention, Span
+from uni_agent.engines.local_attention import Span, StepAttention
 from uni_agent.engines.local_decoder import Decoder
 from uni_agent.engines.local_request import Request
 from uni_agent.engines.local_sampling import draw
 from uni_agent.engines.local_slots import Int64Array, Placement, Slots
 from uni_agent.errors import EngineError
 from uni_agent.types import Float32Array, Int32Array
+
+_NO_ROWS: Int64Array = np.zeros(0, np.int64)
 
 Sampled = Callable[[Int64Array, Int32Array, Float32Array], None]
 Refused = Callable[[Request, EngineError], None]
@@ -72,23 +74,21 @@ class Stepper:
 
     def iterate(self, waiting: deque[Request]) -> None:
         """Take requests from `waiting` while there is room; decode once when none is left to take."""
-        slots, started = self._slots, time.perf_counter()
+        self._slots.compact()
         if self._stale:
             self._stale = False
-            self._refill()
-        more = bool(waiting) and self._admit(waiting)
-        now = time.perf_counter()
-        self.counters.prefill_s += now - started
-        if more:
-            return  # this iteration's budget is used up: commands first, then the next prompts
-        slots.compact()
-        rows = slots.active_rows()
-        if len(rows):
-            self._decode(rows)
-            self.counters.decode_s += time.perf_counter() - now
+            self._pass(_NO_ROWS, self._refill())
+        spans, more = self._admit(waiting) if waiting else ([], False)
+        if more:  # the budget is used up: commands first, then the next prompts
+            self._pass(_NO_ROWS, spans)
+        else:
+            rows = self._slots.active_rows()
+            self._pass(rows[~np.isin(rows, [s.row for s in spans])], spans)
 
-    def _admit(self, waiting: deque[Request]) -> bool:
-        """Place waiting requests and compute their prompts; True when more could be placed at once."""
+    def _admit(self, waiting: deque[Request]) -> tuple[list[Span], bool]:
+        """Place waiting requests and compute what others need; returns the prompts that are left to
+        compute, and whether more requests could be placed at once.
+        """
         slots, budget = self._slots, self._prefill_tokens
         placed: list[Placement] = []
         waves: dict[int, int] = {}
@@ -106,18 +106,18 @@ class Stepper:
             waiting.popleft()
             budget -= len(request.prompt) - placement.shared
             self._note(placement, placed, waves)
-        self._compute(placed)
-        return bool(waiting) and budget <= 0 and int(slots.active.sum()) < self._max_running
+        spans = self._compute(placed)
+        return spans, bool(waiting) and budget <= 0 and int(slots.active.sum()) < self._max_running
 
-    def _refill(self) -> None:
-        """Recompute the running requests' caches, shared prefixes once."""
+    def _refill(self) -> list[Span]:
+        """Recompute the running requests' caches, shared prefixes once; returns what is left to compute."""
         slots = self._slots
         placed: list[Placement] = []
         waves: dict[int, int] = {}
         for row in slots.active_rows().tolist():
             tokens = slots.tokens[row, : slots.length[row]]
             self._note(slots.find_prefix(row, tokens, int(slots.cached[row]), waves), placed, waves)
-        self._compute(placed)
+        return self._compute(placed)
 
     def _note(self, placement: Placement, placed: list[Placement], waves: dict[int, int]) -> None:
         row, shared, source, wave = placement
@@ -132,10 +132,16 @@ class Stepper:
         if self._slots.length[row] - shared > 1:  # else its last token is computed by the decode only
             waves[row] = wave
 
-    def _compute(self, placed: list[Placement]) -> None:
-        """Prefill wave by wave; a row that lacks one token only joins the next decode instead."""
+    def _compute(self, placed: list[Placement]) -> list[Span]:
+        """Prefill wave by wave, but for the last part, which is returned: a decode can go with it.
+
+        A row that lacks one token only is in no part; it joins the next decode instead.
+        """
         slots = self._slots
+        left: list[Span] = []
         for wave in range(1 + max((p.wave for p in placed), default=-1)):
+            if left:
+                self._pass(_NO_ROWS, left)
             spans: list[Span] = []
             for row, shared, source, own_wave in placed:
                 if own_wave != wave:
@@ -146,48 +152,47 @@ class Stepper:
                 end = int(slots.length[row])
                 if end - shared > 1:
                     spans.append(Span(row, shared, end))
-            for part in _parts(spans, self._prefill_tokens):
-                self._prefill(part)
+            *parts, left = _parts(spans, self._prefill_tokens)
+            for part in parts:
+                self._pass(_NO_ROWS, part)
+        return left
 
-    def _prefill(self, spans: list[Span]) -> None:
-        slots, decoder = self._slots, self._decoder
-        tokens = np.concatenate([slots.tokens[s.row, s.start : s.end] for s in spans])
-        positions = np.concatenate([np.arange(s.start, s.end) for s in spans])
-        last = np.cumsum([s.end - s.start for s in spans]) - 1
+    def _pass(self, rows: Int64Array, spans: list[Span]) -> None:
+        """Run the model once: decode `rows`, prefill `spans`, and sample a token for each of them."""
+        if not len(rows) and not spans:
+            return
+        started = time.perf_counter()
+        slots, decoder, counters = self._slots, self._decoder, self.counters
+        attend = StepAttention(slots, rows, spans)
         hidden = decoder.hidden(
-            torch.from_numpy(tokens).to(decoder.device),
-            torch.from_numpy(positions).to(decoder.device),
-            PrefillAttention(slots, spans),
+            torch.from_numpy(slots.tokens[attend.row, attend.position]).to(decoder.device),
+            torch.from_numpy(attend.position).to(decoder.device),
+            attend,
         )
-        logits = decoder.logits(hidden[torch.from_numpy(last).to(decoder.device)])
-        rows = np.array([s.row for s in spans])
-        slots.cached[rows] = [s.end for s in spans]
-        self.counters.prefilled += len(tokens)
-        self._sampled(rows, *draw(logits, slots.sampling(rows)))
-
-    def _decode(self, rows: Int64Array) -> None:
-        slots, decoder = self._slots, self._decoder
-        positions = slots.cached[rows]
-        tokens = slots.tokens[rows, positions]
-        hidden = decoder.hidden(
-            torch.from_numpy(tokens).to(decoder.device),
-            torch.from_numpy(positions).to(decoder.device),
-            DecodeAttention(slots, rows),
-        )
-        logits = decoder.logits(hidden)
-        slots.cached[rows] = positions + 1
-        self.counters.decodes += 1
-        self.counters.decode_rows += len(rows)
-        self._sampled(rows, *draw(logits, slots.sampling(rows)))
+        prefilled = len(attend.row) - len(rows)
+        if spans:
+            ends = len(rows) - 1 + np.cumsum([s.end - s.start for s in spans])
+            last = torch.from_numpy(np.concatenate([np.arange(len(rows)), ends])).to(decoder.device)
+            hidden = hidden.index_select(0, last)
+        slots.cached[rows] += 1
+        sampled = np.concatenate([rows, np.array([s.row for s in spans], np.int64)])
+        slots.cached[sampled[len(rows) :]] = [s.end for s in spans]
+        counters.prefilled += prefilled
+        counters.decodes += bool(len(rows))
+        counters.decode_rows += len(rows)
+        self._sampled(sampled, *draw(decoder.logits(hidden), slots.sampling(sampled)))
+        seconds = time.perf_counter() - started
+        counters.prefill_s += seconds * prefilled / len(attend.row)
+        counters.decode_s += seconds * len(rows) / len(attend.row)
 
 
 def _parts(spans: list[Span], tokens: int) -> list[list[Span]]:
-    """Cut a list of spans where it exceeds `tokens`; a longer span stays whole."""
-    parts: list[list[Span]] = []
-    size = tokens
+    """Cut a list of spans where it exceeds `tokens`; a longer span stays whole. One part at least."""
+    parts: list[list[Span]] = [[]]
+    size = 0
     for span in spans:
         n = span.end - span.start
-        if size + n > tokens:
+        if parts[-1] and size + n > tokens:
             parts.append([])
             size = 0
         parts[-1].append(span)

@@ -104,7 +104,7 @@ def plan_packing(lengths: Int64Array, sharing: Sharing, device: torch.device) ->
     restore = np.empty(len(sharing.kept), np.int64)
     batches: list[SegmentBatch] = []
     offset = 0
-    for members in _similar(own, lengths, sharing.shared):
+    for members in similar_sizes(own, lengths, sharing.shared):
         length, reach = int(own[members].max()), int(lengths[members].max())
         first, last = starts[members, None], lengths[members, None] - 1
         shared = sharing.shared[members, None]
@@ -128,8 +128,11 @@ def plan_packing(lengths: Int64Array, sharing: Sharing, device: torch.device) ->
     return Packing(tuple(batches), torch.from_numpy(restore).to(device))
 
 
-def _similar(own: Int64Array, lengths: Int64Array, shared: Int64Array) -> Iterator[Int64Array]:
-    """Groups of segments that waste little when padded to one size; those that share nothing apart."""
+def similar_sizes(own: Int64Array, lengths: Int64Array, shared: Int64Array) -> Iterator[Int64Array]:
+    """Groups of segments that waste little when padded to one size; those with shared tokens apart.
+
+    Own tokens attend to all `lengths`, of which `shared` stand before them; the groups hold indices.
+    """
     for part in (shared == 0, shared > 0):
         order = np.flatnonzero(part & (own > 0))
         order = order[np.argsort(-own[order] * lengths[order], kind="stable")]

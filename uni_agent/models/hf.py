@@ -262,12 +262,14 @@ def _context_size(config: Any, folder: Path) -> int:
 
 @torch.no_grad()
 def _check_scoring(module: Any, folder: Path) -> None:
-    """Score two short segments packed, and compare with the model's own forward on each alone."""
-    ids = (torch.arange(9, device=module.device) * 7 + 1) % module.config.vocab_size
-    lengths = (5, 4)
-    positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
-    segments = torch.tensor([[1] * lengths[0] + [2] * lengths[1]], device=ids.device)
-    ones = torch.ones(1, 9, device=ids.device)
+    """Score two packed segments that begin alike, and compare with the model's own forward on each."""
+    lengths = (20, 18)
+    device = module.device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    segments = torch.tensor([[1] * lengths[0] + [2] * lengths[1]], device=device)
+    other = (segments[0] == 2) & (positions >= 16)
+    ids = (positions * 7 + 1 + other * 3) % module.config.vocab_size
+    positions, ones = positions[None], torch.ones(1, sum(lengths), device=device)
     problem = None
     try:
         ours = score_tokens(module, ids[None], positions, segments, ones).logprobs[0]

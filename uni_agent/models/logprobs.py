@@ -192,7 +192,9 @@ class _LogprobAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, /, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the stub names a positional ctx
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
         all_logprobs, probs, ids, entropy = ctx.saved_tensors
         of_logprob, of_entropy = (grad[:, None] for grad in grads)
         if bool(of_entropy.any()):

@@ -43,7 +43,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, /, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the stub names a positional ctx
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         normed, weight, scale = ctx.saved_tensors
         size = weight.shape[0]

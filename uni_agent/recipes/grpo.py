@@ -54,6 +54,8 @@ class Config(BaseConfig):
     """Per turn: how much of a later turn's reward an earlier turn is credited with."""
     turn_baseline: Literal["group", "turn"] = "turn"
     """Compare a turn with all turns of its group, or with those of the same number."""
+    negative_scale: float = 1.0
+    """On negative advantages; below 1, larger learning rates stay stable."""
     normalize_std: bool = True
     """Divide advantages by the group's deviation."""
     clip_low: float = 0.2
@@ -92,6 +94,7 @@ async def _run(config: Config) -> Mapping[str, object]:
         grpo_turns,
         discount=config.turn_discount,
         baseline=config.turn_baseline,
+        negative_scale=config.negative_scale,
         normalize_std=config.normalize_std,
     )
     async with open_session("grpo", config, reference=config.kl_coef > 0) as session:

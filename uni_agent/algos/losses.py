@@ -122,7 +122,8 @@ def policy_clip(
     if outputs.entropy is not None:
         entropy = _only(trained, outputs.entropy)
         stats["entropy_sum"] = entropy.detach().sum()
-        token_loss = token_loss - entropy_coef * entropy
+        if entropy_coef:  # else the entropy stays out of the graph
+            token_loss = token_loss - entropy_coef * entropy
     elif entropy_coef:
         raise ConfigError(f"entropy_coef is {entropy_coef}, but the learner was told not to compute entropy")
     if kl_coef:

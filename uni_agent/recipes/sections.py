@@ -57,7 +57,7 @@ class OptimizerConfig(BaseConfig):
     """On matrices only."""
     max_grad_norm: float = 1.0
     """Over all parameters; 0 does not clip."""
-    microbatch_tokens: int = 16384
+    microbatch_tokens: int = 65536
     """Tokens of one forward and backward; bounds memory, never changes the result."""
     lora_rank: int = 0
     """0 trains all weights; above, a LoRA adapter of this rank."""

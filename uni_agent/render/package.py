@@ -13,7 +13,7 @@ from uni_agent.errors import MessageError, ModelError
 from uni_agent.protocols import RenderedDialogue
 from uni_agent.render.calls import THINK, UNCLOSED, read_arguments, read_assistant, read_block
 from uni_agent.render.messages import message_to_template, tool_to_json
-from uni_agent.render.tokens import decode, first_line, plain_copy, token_id, until_stop
+from uni_agent.render.tokens import decode, first_line, plain_copy, remember, token_id, until_stop
 from uni_agent.types import Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class PackageRenderer:
         """Prefer a tokenizer that leaves control-token text in messages alone, where ids agree."""
         self._foreign_tokenizer = tokenizer
         usual = _create(name, tokenizer, source)
-        plain = plain_copy(tokenizer)
+        plain = remember(plain_copy(tokenizer))
         guarded = _create(name, plain, source)
         if _probe_ids(usual) != _probe_ids(guarded):
             return usual  # this family writes its own control tokens as text

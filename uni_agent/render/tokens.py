@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import re
@@ -41,6 +42,30 @@ def plain_copy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     plain.split_special_tokens = True
     plain.model_max_length = 1 << 40  # length is the engine's business; silences a warning
     return plain
+
+
+def remember(tokenizer: PreTrainedTokenizerBase, *, texts: int = 8192) -> PreTrainedTokenizerBase:
+    """Let a tokenizer remember the latest texts it encoded; returns it.
+
+    A renderer encodes the same scaffolding, lines and test results over and over, a dozen pieces a
+    turn. The class changes in place, because renderers ask for the tokenizer's own methods.
+    """
+    kind: Any = type(tokenizer)
+    encode = functools.lru_cache(texts)(functools.partial(kind.encode, tokenizer))
+    call = functools.lru_cache(texts)(functools.partial(kind.__call__, tokenizer))
+
+    def encode_again(_: object, text: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(text, str) or args:
+            return kind.encode(tokenizer, text, *args, **kwargs)
+        return list(encode(text, **kwargs))
+
+    def call_again(_: object, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(text, str) or args:
+            return kind.__call__(tokenizer, text, *args, **kwargs)
+        return call(text, **kwargs)
+
+    tokenizer.__class__ = type(kind.__name__, (kind,), {"encode": encode_again, "__call__": call_again})
+    return tokenizer
 
 
 class PlainEncoder:

@@ -27,9 +27,9 @@ from uni_agent.config import load_config
 from uni_agent.recipes import sft
 
 HERE = Path(__file__).parent
-NUM_EPISODES, SEED = 12000, 1
+NUM_EPISODES, SEED = 24000, 1
 SFT = (
-    "--epochs=3",
+    "--epochs=4",
     "--batch=32",
     "--optimizer.lr=2e-3",
     "--optimizer.warmup-steps=30",

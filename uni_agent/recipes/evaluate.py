@@ -17,7 +17,7 @@ from uni_agent.config import BaseConfig
 from uni_agent.engines.http import HttpPolicyFactory
 from uni_agent.engines.local import LocalEngine
 from uni_agent.models import HFAutoModel
-from uni_agent.recipes.measure import attempt, report, summarise
+from uni_agent.recipes.measure import attempt, report, running_mean, summarise
 from uni_agent.recipes.sections import SamplingConfig, WorldConfig
 from uni_agent.recipes.world import load_tasks, open_runner
 from uni_agent.render import load_renderer
@@ -96,7 +96,7 @@ async def _run(config: Config) -> Mapping[str, object]:
     tasks = load_tasks(config.world, config.tasks, config.num_tasks, config.seed)
     with (
         Run.create("evaluate", config, root=Path(config.runs), name=config.run or None) as record,
-        LiveConsole(len(tasks) * config.num_attempts) as live,
+        LiveConsole(len(tasks) * config.num_attempts, every_s=5.0) as live,
     ):
         live.phase(f"Evaluating {config.model} on {len(tasks)} tasks")
         async with open_policy(config) as make_policy, open_runner(config.world, make_policy) as runner:
@@ -106,7 +106,7 @@ async def _run(config: Config) -> Mapping[str, object]:
                 num_attempts=config.num_attempts,
                 concurrency=config.world.concurrency,
                 seed=config.seed,
-                progress=lambda done, _, e: live.step(done, {"reward": e.reward, "turns": e.num_turns}),
+                progress=running_mean(live),
             )
         EpisodeStore(record.path).write(0, episodes, split="eval")
         found = report(episodes, success_at=config.success_at, ks=config.pass_at)

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from uni_agent.algos.evaluation import Interval, clustered_interval, pass_at_k, wilson_interval
 from uni_agent.envs import TaskSet
 from uni_agent.rollout import EpisodeRunner, run_many
+from uni_agent.track import LiveConsole
 from uni_agent.types import Episode
+
+
+Progress = Callable[[int, int, Episode], None]
+"""(episodes done, episodes in all, the episode that has just ended)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ async def attempt(
     num_attempts: int = 1,
     concurrency: int = 64,
     seed: int = 0,
-    progress: Callable[[int, int, Episode], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Episode]:
     """Run every task `num_attempts` times. The same seed gives each task the same random stream."""
     chosen = list(tasks)
@@ -69,6 +74,18 @@ async def attempt(
         seed=seed,
         progress=progress,
     )
+
+
+def running_mean(live: LiveConsole) -> Progress:
+    """A progress callback that shows the mean reward of the episodes so far."""
+    rewards: list[float] = []
+
+    def show(done: int, total: int, episode: Episode) -> None:
+        if episode.reward is not None:
+            rewards.append(episode.reward)
+        live.step(done, {"reward": sum(rewards) / len(rewards) if rewards else None})
+
+    return show
 
 
 def summarise(found: Report) -> dict[str, float]:

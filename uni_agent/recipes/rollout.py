@@ -11,6 +11,7 @@ from pathlib import Path
 
 from uni_agent.recipes import evaluate
 from uni_agent.recipes.interrupt import run_blocking
+from uni_agent.recipes.measure import running_mean
 from uni_agent.recipes.world import load_tasks, open_runner
 from uni_agent.rollout import EpisodeStore, rollout_metrics, run_many
 from uni_agent.track import LiveConsole, Run
@@ -42,7 +43,7 @@ async def _run(config: Config) -> Mapping[str, object]:
     total = config.num_episodes or len(tasks) * config.num_attempts
     with (
         Run.create("rollout", config, root=Path(config.runs), name=config.run or None) as record,
-        LiveConsole(total) as live,
+        LiveConsole(total, every_s=5.0) as live,
     ):
         live.phase(f"{total} episodes of {config.model} on {len(tasks)} tasks")
         async with (
@@ -55,7 +56,7 @@ async def _run(config: Config) -> Mapping[str, object]:
                 num_episodes=total,
                 concurrency=config.world.concurrency,
                 seed=config.seed,
-                progress=lambda done, _, e: live.step(done, {"reward": e.reward, "turns": e.num_turns}),
+                progress=running_mean(live),
             )
         EpisodeStore(record.path).write(0, episodes, split="rollout")
         metrics = rollout_metrics(episodes)

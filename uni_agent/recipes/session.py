@@ -18,7 +18,7 @@ from uni_agent.envs import EnvRegistry, TaskSet
 from uni_agent.models import HFAutoModel, LoRA, count_parameters
 from uni_agent.protocols import Loss, TokenScores
 from uni_agent.recipes.interrupt import Interrupt, Interrupted, interruptible, resume_hint
-from uni_agent.recipes.measure import Report, attempt, held_out_figures, report
+from uni_agent.recipes.measure import Report, attempt, held_out_figures, report, running_mean
 from uni_agent.recipes.sections import HeldOutConfig, OptimizerConfig, RunConfig, SamplingConfig, WorldConfig
 from uni_agent.recipes.world import known_env, load_tasks, open_runner
 from uni_agent.render import load_renderer
@@ -169,7 +169,7 @@ class Session:
                     tasks,
                     concurrency=self.config.world.concurrency,
                     seed=self.config.seed,
-                    progress=lambda done, _, e: self.live.step(done, {"reward": e.reward}),
+                    progress=running_mean(self.live),
                 )
             )
             found[name] = report(episodes, success_at=self.config.held_out.success_at)
@@ -265,7 +265,7 @@ async def open_session(
                 resume=bool(config.resume),
                 trackers=config.run.trackers,
             ) as record,
-            LiveConsole() as live,
+            LiveConsole(every_s=5.0) as live,
             interruptible() as interrupt,
         ):
             async with open_runner(config.world, ScribeFactory(engine, renderer, sampling)) as runner:

@@ -37,7 +37,9 @@ class CodeExecutor:
         self._output_bytes = output_bytes
         self._arguments = Arguments(
             [
-                Argument("line", int | None, "The line to replace; without it, code is the whole program.", None),
+                Argument(
+                    "line", int | None, "The line to replace; without it, code is the whole program.", None
+                ),
                 Argument("code", str, "Python code."),
             ]
         )

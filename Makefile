@@ -5,7 +5,7 @@
 #
 # PYTHON=...       the interpreter for .venv (3.11 to 3.14; found by itself)
 # TORCH_INDEX=...  a package index for torch; on Linux without a GPU its CPU builds are much smaller
-# DEMO_ARGS=...    settings on top of the demo's, such as DEMO_ARGS="--steps 20"
+# DEMO_ARGS=...    settings on top of the demo's, such as DEMO_ARGS="--seconds 60"
 
 export PYTHON TORCH_INDEX
 DEMO_ARGS ?=

@@ -10,6 +10,7 @@ import pytest
 
 from uni_agent.protocols import SandboxLimits, ToolContext
 from uni_agent.sandbox import LocalSandboxes, local_sandbox
+from uni_agent.sandbox.grade import run_tests
 from uni_agent.tools import CodeExecutor, Toolbox
 from uni_agent.types import Task, ToolCall, ToolResult
 
@@ -123,3 +124,22 @@ async def test_edits_add_up_within_an_episode_and_not_beyond_it(sandboxes: Local
             results = await toolbox.call_all(calls)
         assert [result.data["passed"] for result in results] == [1, 3]
         assert results[1].data["program"] == "def add(a, b):\n    c = a\n    return c + b\n"
+
+
+@pytest.mark.parametrize(("remember", "runs"), [(16, 1), (0, 3)])
+async def test_the_same_program_and_tests_run_once(
+    sandboxes: LocalSandboxes, monkeypatch: pytest.MonkeyPatch, remember: int, runs: int
+) -> None:
+    ran: list[str] = []
+
+    async def counted(sandbox: Any, program: str, *rest: Any) -> Any:
+        ran.append(program)
+        return await run_tests(sandbox, program, *rest)
+
+    monkeypatch.setattr("uni_agent.tools.code_executor.run_tests", counted)
+    executor = CodeExecutor(remember=remember)
+    for _ in range(3):
+        async with Toolbox([executor], ToolContext(Task("t", (), DATA), sandboxes(), 0)) as toolbox:
+            (result,) = await toolbox.call_all([ToolCall("c", "code_executor", {"code": BROKEN})])
+        assert result.data["passed"] == 1
+    assert len(ran) == runs

@@ -11,7 +11,6 @@ from uni_agent.rollout import EpisodeRunner, run_many
 from uni_agent.track import LiveConsole
 from uni_agent.types import Episode
 
-
 Progress = Callable[[int, int, Episode], None]
 """(episodes done, episodes in all, the episode that has just ended)"""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from uni_agent.protocols import SandboxLimits, SandboxResult, ToolContext
-from uni_agent.sandbox.grade import DEFAULT_LIMITS, run_tests
+from uni_agent.sandbox.grade import DEFAULT_LIMITS, TestReport, run_tests
 from uni_agent.tools.arguments import Argument, Arguments, BadArguments
 from uni_agent.tools.function import bad_arguments, cap_output
 from uni_agent.types import ToolResult, ToolSpec
@@ -27,12 +27,23 @@ class CodeExecutor:
     delete it; without `line`, `code` is the whole program. The program is `task.data["code"]` at first
     and then what the latest call made of it. Code that hangs, crashes or does not
     parse fails its tests; that is the model's doing, so `failure` stays "none".
+
+    The episodes of a group often propose the same program. What the latest `remember` programs came to
+    is answered again without a run (0 runs everything): tests are taken to be deterministic. Rewards
+    run the final program themselves.
     """
 
     def __init__(
-        self, *, limits: SandboxLimits = DEFAULT_LIMITS, max_failures: int = 1, output_bytes: int = 1 << 13
+        self,
+        *,
+        limits: SandboxLimits = DEFAULT_LIMITS,
+        max_failures: int = 1,
+        output_bytes: int = 1 << 13,
+        remember: int = 1 << 14,
     ) -> None:
         self._limits = limits
+        self._remember = remember
+        self._reports: dict[tuple[str, tuple[str, ...]], TestReport] = {}
         self._max_failures = max_failures
         self._output_bytes = output_bytes
         self._arguments = Arguments(
@@ -59,7 +70,7 @@ class CodeExecutor:
         if not tests:
             result = await context.sandbox.run_python(program, limits=self._limits)
             return self._plain(program, result)
-        report = await run_tests(context.sandbox, program, tests, self._limits)
+        report = await self._report(context, program, tests)
         return ToolResult(
             "",
             _NAME,
@@ -72,6 +83,19 @@ class CodeExecutor:
                 "status": report.status,
             },
         )
+
+    async def _report(self, context: ToolContext, program: str, tests: Sequence[str]) -> TestReport:
+        key = (program, tuple(tests))
+        known = self._reports.get(key)
+        if known is not None:
+            return known
+        report = await run_tests(context.sandbox, program, tests, self._limits)
+        # a time-out may be the machine's fault, and is tried again
+        if report.status == "ok" and self._remember:
+            if len(self._reports) >= self._remember:
+                del self._reports[next(iter(self._reports))]
+            self._reports[key] = report
+        return report
 
     def _plain(self, program: str, result: SandboxResult) -> ToolResult:
         ended = (

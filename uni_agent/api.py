@@ -13,6 +13,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,8 +57,9 @@ def import_attribute(reference: str) -> Any:
     module, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"cannot import {reference!r}: {error}; expected module:attribute") from error
+    except Exception as error:  # the module is the user's, and may raise anything while it is imported
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(f"cannot import {reference!r}: {reason}; expected module:attribute") from error
 
 
 def resolve_tool(item: str | Callable[..., Any] | Tool) -> Tool:
@@ -70,7 +72,11 @@ def resolve_tool(item: str | Callable[..., Any] | Tool) -> Tool:
         return resolve_tool(import_attribute(item))
     if inspect.isfunction(item):
         return tool(item)
-    made: Any = item() if inspect.isclass(item) else item
+    made: object = item() if inspect.isclass(item) else item
+    if not isinstance(made, Tool):
+        raise UsageError(
+            f"{made!r} is no tool; expected a typed function, or an object with spec, timeout_s and call"
+        )
     return made
 
 
@@ -82,6 +88,8 @@ def resolve_reward(item: str | Callable[..., Any]) -> Reward:
         if ":" not in item:
             raise UnknownNameError("reward", item, REWARDS)
         return resolve_reward(import_attribute(item))
+    if not callable(item):
+        raise UsageError(f"{item!r} is no reward; expected a function of an episode")
     if item in REWARDS.values() or len(inspect.signature(item).parameters) > 1:
         return item
     return reward_from_function(item, getattr(item, "__name__", type(item).__name__))
@@ -120,11 +128,17 @@ class _Background:
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run in the background; await the result from any other loop. Cancelling reaches the work."""
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        return asyncio.wrap_future(self._submit(work))
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run in the background and block for the result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        return self._submit(work).result()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self.loop.is_closed():
+            work.close()
+            raise UsageError("the policy is closed; make a new AgentPolicy")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -134,7 +148,7 @@ class _Background:
 
 
 class AgentPolicy:
-    """A causal LM with tools bound to it. Training updates it in place; `version` counts updates.
+    """A causal LM with tools bound to it. Training updates it in place; each `train` raises `version`.
 
     `model_path` is a folder that transformers loads, with `renderer.json` naming its chat format (or
     `renderer` given here). `tools` are shipped names, typed functions or Tool objects. `sampling` is

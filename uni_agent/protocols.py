@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from uni_agent.types import (
     Batch,
@@ -280,6 +280,7 @@ class ToolContext:
     state: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
+@runtime_checkable
 class Tool(Protocol):
     """A schema and a call, with its own time-out and output cap."""
 

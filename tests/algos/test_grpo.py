@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from uni_agent.algos import group_counts, grpo, grpo_turns, outcome_and_turns
+from uni_agent.errors import ConfigError
 from uni_agent.types import Episode, Group, Task
 
 
@@ -172,3 +173,92 @@ def test_an_episode_without_tapes_does_not_disturb(group):
     credit = grpo([Group("g", (*whole.episodes, empty))], normalize_std=False)[0]
     assert credit[2] == []
     assert credit[0][0].advantages[1] == pytest.approx(0.5)
+
+
+def turn_reference(returns, *, normalize_std=True, negative_scale=1.0):
+    """Per-turn baseline in a few lines: `returns` is one list per episode, in the order of its turns."""
+    numbers = range(max(len(r) for r in returns))
+    means = [np.mean([r[k] for r in returns if k < len(r)]) for k in numbers]
+    less = [[x - means[k] for k, x in enumerate(r)] for r in returns]
+    deviation = np.std([x for row in less for x in row], ddof=1) if normalize_std else 1.0
+    return [[x / deviation * (negative_scale if x < 0 else 1.0) for x in row] for row in less]
+
+
+def turn_values(credit_of_group, episodes):
+    """The advantage at the first sampled token of each turn; all others of the turn must agree."""
+    rows = []
+    for (credit,), episode in zip(credit_of_group, episodes, strict=True):
+        spans = [turn.sampled for turn in episode.trajectories[0].turns]
+        parts = [credit.advantages[a:b].tolist() for a, b in spans]
+        assert all(len(set(part)) == 1 for part in parts)
+        rows.append([part[0] for part in parts])
+    return rows
+
+
+def turns_group(tape, episode, rewards):
+    """One episode per list of step rewards; each turn has two sampled tokens."""
+    return Group(
+        "g",
+        tuple(
+            episode(r[-1], [tape([0, 1, 1] * len(r), turn_rewards=r)], id=f"g/{i}")
+            for i, r in enumerate(rewards)
+        ),
+    )
+
+
+STEPS = [[0.0, 0.5, 1.0], [0.25], [0.0, 0.0], [0.75, 0.125, 0.0, 0.5]]
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("negative_scale", [1.0, 0.25, 0.0])
+def test_turn_baseline_against_a_short_reference(tape, episode, normalize_std, negative_scale):
+    group = turns_group(tape, episode, STEPS)
+    returns = [[sum(0.5 ** (j - i) * r[j] for j in range(i, len(r))) for i in range(len(r))] for r in STEPS]
+    got = grpo_turns(
+        [group],
+        discount=0.5,
+        baseline="turn",
+        normalize_std=normalize_std,
+        negative_scale=negative_scale,
+    )[0]
+    wanted = turn_reference(returns, normalize_std=normalize_std, negative_scale=negative_scale)
+    for row, expected in zip(turn_values(got, group.episodes), wanted, strict=True):
+        assert row == pytest.approx(expected, abs=1e-6)
+    lone = turn_values(got, group.episodes)[3][3]  # the only fourth turn: nobody to compare with
+    assert lone == pytest.approx(0, abs=1e-12)
+
+
+def test_turn_baseline_does_not_depend_on_the_order_of_episodes(tape, episode):
+    order = [2, 0, 3, 1]
+    straight = turns_group(tape, episode, STEPS)
+    shuffled = Group("g", tuple(straight.episodes[i] for i in order))
+    a = turn_values(grpo_turns([straight], baseline="turn")[0], straight.episodes)
+    b = turn_values(grpo_turns([shuffled], baseline="turn")[0], shuffled.episodes)
+    for position, i in enumerate(order):
+        assert b[position] == pytest.approx(a[i], abs=1e-6)
+
+
+@pytest.mark.parametrize("rewards", [[0.3, 0.1 + 0.2, 0.3, 0.3], [1 / 3] * 7, [0.7] * 11, [0.0] * 4])
+def test_a07_turn_baseline_takes_no_float_noise_for_a_difference(group, tape, episode, rewards):
+    for normalize_std in (True, False):
+        estimator = partial(grpo_turns, baseline="turn", normalize_std=normalize_std)
+        assert values(estimator([group(rewards)])[0]) == [None] * len(rewards)
+        longer = turns_group(tape, episode, [[0.0] * (i % 3) + [r] for i, r in enumerate(rewards)])
+        assert not any(c.trained for (c,) in estimator([longer])[0])
+
+
+def test_a07_turn_baseline_keeps_small_true_differences(group):
+    small = values(grpo_turns([group([1e-5, 2e-5])], baseline="turn")[0])
+    assert small == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+def test_negative_scale_leaves_what_worked_as_it_is(group):
+    plain = values(grpo_turns([group([0.0, 0.25, 1.0])])[0])
+    scaled = values(grpo_turns([group([0.0, 0.25, 1.0])], negative_scale=0.5)[0])
+    assert scaled == pytest.approx([a * 0.5 if a < 0 else a for a in plain])
+    assert min(plain) < 0 < max(plain)
+
+
+def test_an_unknown_baseline_is_refused(group):
+    with pytest.raises(ConfigError, match="baseline is 'mean'; expected 'group' or 'turn'"):
+        grpo_turns([group([0.0, 1.0])], baseline="mean")

@@ -92,9 +92,10 @@ def grpo_turns(
         if len(members) > 1 and flat:
             numbers = np.concatenate([np.arange(group.episodes[i].num_turns) for i in members])
             values = np.concatenate(flat)
+            size = float(np.abs(values).max(initial=0.0))
             if baseline == "turn":
                 values = _less_mean_of(values, numbers)
-            advantages = centre(values, normalize_std=normalize_std)
+            advantages = centre(values, normalize_std=normalize_std, size=size)
             if advantages is not None:
                 advantages = np.where(advantages < 0, negative_scale * advantages, advantages)
         rows = [_nothing(episode) for episode in group.episodes]

@@ -91,10 +91,13 @@ def turn_returns(episode: Episode, rewards: TurnRewards, discount: float) -> lis
     return results
 
 
-def centre(values: Sequence[float] | Float64Array, *, normalize_std: bool) -> Float64Array | None:
+def centre(
+    values: Sequence[float] | Float64Array, *, normalize_std: bool, size: float = 0.0
+) -> Float64Array | None:
     """Subtract the mean and, if asked, divide by the unbiased deviation (n - 1).
 
     None when there is nothing to compare: fewer than two values, or all equal up to float noise.
+    `size` is the largest magnitude of the values before a baseline was subtracted from them.
     """
     array = np.asarray(values, np.float64)
     if len(array) < 2:
@@ -102,7 +105,7 @@ def centre(values: Sequence[float] | Float64Array, *, normalize_std: bool) -> Fl
     centred = array - array.mean()
     deviation = float(np.sqrt((centred**2).sum() / (len(array) - 1)))
     # Relative, so that small rewards are still rewards; wide enough for float32 noise.
-    if deviation <= 1e-6 * float(np.abs(array).max()):
+    if deviation <= 1e-6 * max(size, float(np.abs(array).max())):
         return None
     return centred / deviation if normalize_std else centred
 

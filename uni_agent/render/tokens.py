@@ -54,15 +54,21 @@ def remember(tokenizer: PreTrainedTokenizerBase, *, texts: int = 8192) -> PreTra
     encode = functools.lru_cache(texts)(functools.partial(kind.encode, tokenizer))
     call = functools.lru_cache(texts)(functools.partial(kind.__call__, tokenizer))
 
+    def known(text: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        simple = all(value is None or isinstance(value, str | int) for value in kwargs.values())
+        return isinstance(text, str) and not args and simple
+
     def encode_again(_: object, text: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(text, str) or args:
+        if not known(text, args, kwargs):
             return kind.encode(tokenizer, text, *args, **kwargs)
         return list(encode(text, **kwargs))
 
     def call_again(_: object, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(text, str) or args:
+        if not known(text, args, kwargs):
             return kind.__call__(tokenizer, text, *args, **kwargs)
-        return call(text, **kwargs)
+        found = call(text, **kwargs)
+        own = {key: list(value) if isinstance(value, list) else value for key, value in found.items()}
+        return type(found)(own, found.encodings)
 
     tokenizer.__class__ = type(kind.__name__, (kind,), {"encode": encode_again, "__call__": call_again})
     return tokenizer

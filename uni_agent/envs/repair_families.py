@@ -111,67 +111,61 @@ def limits(rng: random.Random) -> Draft:
 
 def caps(rng: random.Random) -> Draft:
     """The smaller or larger of two numbers, and an offset."""
-    x, y, part = rng.sample(NUMBERS, 3)
+    x, y = rng.sample(NUMBERS, 2)
     k, (sign, word) = rng.randint(3, 6), _operator(rng)
     pick, pick_word = rng.choice((("min", "smaller"), ("max", "larger")))
     return Draft(
         rng.choice(("cap", "floor", "edge")),
         (x, y),
         f"{pick_word} of {x} and {k}, {word} {y}",
-        (f"{part} = {pick}({x}, {k})", f"return {part} {sign} {y}"),
+        (f"return {pick}({x}, {k}) {sign} {y}",),
         lambda r: (_number(r), _number(r)),
     )
 
 
 def slices(rng: random.Random) -> Draft:
     """A part of a text, joined to another text."""
-    s, t, head = rng.sample(TEXTS, 3)
+    s, t = rng.sample(TEXTS, 2)
     k = rng.randint(1, 3)
     part, word = rng.choice(((f"{s}[{k}:]", f"from {k}"), (f"{s}[:{k}]", f"up to {k}")))
     return Draft(
         rng.choice(("glue", "label", "splice")),
         (s, t),
         f"{s} {word}, then {t}",
-        (f"{head} = {part}", f"return {head} + {t}"),
+        (f"return {part} + {t}",),
         lambda r: (_text(r), _text(r)),
     )
 
 
 def strings(rng: random.Random) -> Draft:
     """A repeated text and one in another case."""
-    s, t, head = rng.sample(TEXTS, 3)
+    s, t = rng.sample(TEXTS, 2)
     k, method = rng.randint(2, 3), rng.choice(("upper", "lower"))
     return Draft(
         rng.choice(("style", "banner", "shout")),
         (s, t),
         f"{s} times {k}, then {t} {method}",
-        (f"{head} = {s} * {k}", f"return {head} + {t}.{method}()"),
+        (f"return {s} * {k} + {t}.{method}()",),
         lambda r: (_text(r)[:3], _text(r)[:3]),
     )
 
 
 def select(rng: random.Random) -> Draft:
     """A new list from the items that pass a condition."""
-    xs, v, kept = rng.choice(LISTS), rng.choice(ITEMS), rng.choice(TOTALS)
+    xs, v = rng.choice(LISTS), rng.choice(ITEMS)
     k, c, (sign, word), (cmp, cmp_word) = rng.randint(3, 6), _constant(rng), _operator(rng), _comparison(rng)
     return Draft(
         rng.choice(("select", "keep", "pick")),
         (xs,),
         f"{v} {word} {c} for {v} in {xs} {cmp_word} {k}",
-        (
-            f"{kept} = []",
-            f"for {v} in {xs}:",
-            f"    if {v} {cmp} {k}:",
-            f"        {kept}.append({v} {sign} {c})",
-            f"return {kept}",
-        ),
+        (f"return [{v} {sign} {c} for {v} in {xs} if {v} {cmp} {k}]",),
         lambda r: (_numbers(r),),
     )
 
 
 def items(rng: random.Random) -> Draft:
     """One item of a list and a number."""
-    xs, (n, part) = rng.choice(LISTS), rng.sample(NUMBERS, 2)
+    xs, n = rng.choice(LISTS), rng.choice(NUMBERS)
     k, c, (one, one_word), (two, two_word) = (
         rng.randint(0, 2),
         _constant(rng),
@@ -182,7 +176,7 @@ def items(rng: random.Random) -> Draft:
         rng.choice(("fetch", "take", "lookup")),
         (xs, n),
         f"item {k} of {xs} {one_word} {n}, {two_word} {c}",
-        (f"{part} = {xs}[{k}] {one} {n}", f"return {part} {two} {c}"),
+        (f"return {xs}[{k}] {one} {n} {two} {c}",),
         lambda r: (_numbers(r), _number(r)),
     )
 
@@ -202,19 +196,13 @@ def accumulate(rng: random.Random) -> Draft:
 
 def count(rng: random.Random) -> Draft:
     """Count the items that pass a condition."""
-    xs, v, found, n = rng.choice(LISTS), rng.choice(ITEMS), rng.choice(TOTALS), rng.choice(NUMBERS)
+    xs, v, n = rng.choice(LISTS), rng.choice(ITEMS), rng.choice(NUMBERS)
     k, (sign, word), (cmp, cmp_word) = rng.randint(1, 3), _operator(rng, "+-"), _comparison(rng)
     return Draft(
         rng.choice(("how_many", "count_if", "matches")),
         (xs, n),
         f"number of {v} in {xs} {cmp_word} {n} {word} {k}",
-        (
-            f"{found} = 0",
-            f"for {v} in {xs}:",
-            f"    if {v} {cmp} {n} {sign} {k}:",
-            f"        {found} += 1",
-            f"return {found}",
-        ),
+        (f"return len([{v} for {v} in {xs} if {v} {cmp} {n} {sign} {k}])",),
         lambda r: (_numbers(r), r.randint(2, 7)),
     )
 

@@ -28,7 +28,7 @@ LEVELS = {
     3: "three bugs, in three lines",
     4: "one bug, and no docstring that states the intent: only the failing tests tell",
 }
-SHARES = {1: 0.1, 2: 0.4, 3: 0.5, 4: 0.1}
+SHARES = {1: 0.2, 2: 0.4, 3: 0.4, 4: 0.2}
 """How often each level is drawn, among those asked for."""
 
 HELD_OUT_SHARE = 0.2

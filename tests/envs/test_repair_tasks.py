@@ -15,6 +15,7 @@ from uni_agent.envs.repair_tasks import (
     NUM_TESTS,
     Task,
     _LineLimit,
+    _results,
     expert_episode,
     generate_tasks,
     is_held_out,
@@ -170,3 +171,14 @@ def test_unknown_split_and_level_are_refused() -> None:
         generate_tasks(1, seed=0, split="test")
     with pytest.raises(ValueError, match="levels are"):
         generate_tasks(1, seed=0, levels=(5,))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    for v in xs:\n        xs.append(v)",
+        "    total = xs\n    for v in xs:\n        total += total * 9",
+    ],
+)
+def test_a_mutant_that_never_ends_is_an_error_not_a_hang(body: str) -> None:
+    assert _results(f"def f(xs):\n{body}\n    return xs", "f", [([1, 2],)]) == ["_TooMuch"]

@@ -37,6 +37,7 @@ HELD_OUT_SHARE = 0.2
 NUM_TESTS = 3
 _NUM_CALLS = 10
 _MAX_LINES = 500
+_MAX_SIZE = 10_000
 _ATTEMPTS = 400
 
 
@@ -179,7 +180,8 @@ def _with_line(code: str, number: int, other: str) -> str:
 def _results(code: str, name: str, calls: list[Args]) -> list[str]:
     """Return the repr of each call, or its error's name. Generated code only: it is not sandboxed.
 
-    A mutant may loop for ever (a list that grows while it is walked), so lines are counted.
+    A mutant may loop for ever or grow without bound (a list that is multiplied while it is walked), so
+    lines are counted and sizes are watched.
     """
     namespace: dict[str, object] = {}
     exec(code, namespace)
@@ -198,20 +200,21 @@ def _results(code: str, name: str, calls: list[Args]) -> list[str]:
     return results
 
 
-class _TooManyLines(Exception):
-    """A generated function ran longer than any of them should."""
+class _TooMuch(Exception):
+    """A generated function ran longer, or made more, than any of them should."""
 
 
 class _LineLimit:
-    """A trace function that stops a call after `_MAX_LINES` lines."""
+    """A trace function that stops a call after `_MAX_LINES` lines, or when a value grows too large."""
 
     def __init__(self) -> None:
         self._left = _MAX_LINES
 
     def enter(self, frame: FrameType, event: str, arg: object) -> Any:
         self._left -= 1
-        if self._left < 0:
-            raise _TooManyLines
+        sizes = [len(value) for value in frame.f_locals.values() if isinstance(value, list | str)]
+        if self._left < 0 or max(sizes, default=0) > _MAX_SIZE:
+            raise _TooMuch
         return self.enter
 
 

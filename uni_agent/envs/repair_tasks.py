@@ -212,9 +212,12 @@ class _LineLimit:
 
     def enter(self, frame: FrameType, event: str, arg: object) -> Any:
         self._left -= 1
-        sizes = [len(value) for value in frame.f_locals.values() if isinstance(value, list | str)]
-        if self._left < 0 or max(sizes, default=0) > _MAX_SIZE:
+        if self._left < 0:
             raise _TooMuch
+        if self._left % 4 == 0:  # looking at the frame is slow, and four lines cannot make much
+            for value in frame.f_locals.values():
+                if isinstance(value, list | str) and len(value) > _MAX_SIZE:
+                    raise _TooMuch
         return self.enter
 
 

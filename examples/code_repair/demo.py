@@ -30,7 +30,7 @@ ONE_CORE = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 def fresh_folder(root: Path) -> Path:
     """Name a run directory that is not there yet."""
     number = 1
-    while (root / f"demo-{number}").exists():
+    while (root / f"demo-{number}").exists() or (root / f"demo-{number}-control").exists():
         number += 1
     return root / f"demo-{number}"
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from uni_agent import AgentPolicy, AgentRuntime, GRPOTrainer, RewardModel
-from uni_agent.api import TOOLS, resolve_reward, resolve_tool
-from uni_agent.errors import RunError, UnknownNameError, UsageError
-from uni_agent.protocols import RewardContext
+from uni_agent import AgentPolicy, AgentRuntime, GRPOTrainer, PPOTrainer, RewardModel
+from uni_agent.algos import group_counts
+from uni_agent.api import TOOLS, _by_task, resolve_reward, resolve_tool  # pyright: ignore[reportPrivateUsage]
+from uni_agent.errors import ConfigError, RunError, SandboxError, UnknownNameError, UsageError
+from uni_agent.protocols import RewardContext, Sandbox
 from uni_agent.rewards import code_test_pass_rate
 from uni_agent.tools import CodeExecutor
-from uni_agent.types import Episode, Task, derive_seed
+from uni_agent.types import Episode, Message, Sampling, Task, Trajectory, Turn, derive_seed
 
 BASE = Path(__file__).parents[1] / "examples/code_repair/base"
 torch.set_num_threads(1)
@@ -170,3 +171,42 @@ def test_unknown_environments_and_tasks_are_named_at_once(policy: AgentPolicy) -
         AgentRuntime(policy, "code_debug_evn")
     with pytest.raises(UsageError, match="nowhere-1"):
         asyncio.run(AgentRuntime(policy, "code_debug_env").batch_rollout(["nowhere-1"]))
+
+
+def test_a_tool_class_that_needs_arguments_is_refused_in_one_line() -> None:
+    class Needs:
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+    with pytest.raises(UsageError, match=r"Needs'> cannot be made without arguments: .*'url'"):
+        resolve_tool(Needs)
+
+
+def test_a10_groups_are_by_task_whatever_the_order() -> None:
+    order = [("A", 1.0), ("B", 0.0), ("A", 1.0), ("B", 0.0)]
+    episodes = [
+        Episode(f"{task}/{i}", Task(task, ()), (), "done", reward=r) for i, (task, r) in enumerate(order)
+    ]
+    groups = _by_task(episodes)
+    assert [[e.reward for e in group.episodes] for group in groups] == [[1.0, 1.0], [0.0, 0.0]]
+    assert group_counts(groups)["algos/groups_zero_variance"] == 2
+
+
+def test_c07_a_sandbox_that_fails_while_scoring_is_no_reward_error() -> None:
+    def broken() -> Sandbox:
+        raise SandboxError("no disk")
+
+    turn = Turn((0, 0), (0, 0), (), Message("assistant"), "stop", Sampling())
+    none = np.zeros(0, np.int32)
+    tape = Trajectory("main", none, none.astype(bool), none.astype(np.float32), none, (turn,))
+    task = Task("t", (), {"tests": ["assert f() == 1"]})
+    episode = Episode("t/0", task, (tape,), "done", artifacts={"solution.py": b"def f(): return 1"})
+    (scored,) = asyncio.run(RewardModel("code_test_pass_rate").score([episode], broken))
+    assert (scored.end, scored.reward) == ("sandbox_error", None)
+    assert "no disk" in (scored.reward_reason or "")
+
+
+@pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer])
+def test_q09_a_negative_kl_coefficient_is_refused(policy: AgentPolicy, trainer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the KL coefficient is -0.1"):
+        trainer(policy, RewardModel(coin), kl_ctrl=-0.1)

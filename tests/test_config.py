@@ -221,3 +221,12 @@ def test_describe_and_skeleton(tmp_path: Path) -> None:
     assert "train" not in rows
     path = write(tmp_path, toml_skeleton(Outer))
     assert load_config(Outer, ["@", path]) == Outer()
+
+
+def test_values_beyond_pythons_limits_are_one_line(tmp_path: Path) -> None:
+    for text in ("size = " + "1" * 5000, "size = " + "[" * 5000 + "]" * 5000):
+        path = write(tmp_path, text)
+        said = mistakes(["@", path])
+        assert said.startswith(f"{path}: cannot be read: ")
+        assert "\n" not in said
+    assert mistakes(["--size=" + "1" * 5000]).startswith("--size: 'size' should be a valid integer")

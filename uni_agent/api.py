@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from uni_agent.agents import ToolLoopAgent
 from uni_agent.algos.advantages import gae, grpo
+from uni_agent.algos.checks import check_kl
 from uni_agent.algos.losses import combine, policy_clip, value_clip
 from uni_agent.engines.local import LocalEngine
 from uni_agent.envs import EnvRegistry
@@ -31,7 +32,7 @@ from uni_agent.protocols import Advantage, Loss, Reward, RewardContext, SandboxF
 from uni_agent.render import load_renderer
 from uni_agent.rewards import code_test_pass_rate, code_test_progress, reward_from_function
 from uni_agent.rollout import EpisodeRunner, MakePolicy, ScribeFactory, rollout_metrics, run_many
-from uni_agent.rollout.scoring import score
+from uni_agent.rollout.scoring import end_of_failure, score
 from uni_agent.sandbox import local_sandbox
 from uni_agent.tools import CodeExecutor, tool
 from uni_agent.train.batch import items, make_batch, minibatches
@@ -72,7 +73,13 @@ def resolve_tool(item: str | Callable[..., Any] | Tool) -> Tool:
         return resolve_tool(import_attribute(item))
     if inspect.isfunction(item):
         return tool(item)
-    made: object = item() if inspect.isclass(item) else item
+    made: object = item
+    if inspect.isclass(item):
+        try:
+            made = item()
+        except Exception as error:  # the class is the user's, and may raise anything
+            reason = " ".join(str(error).split())
+            raise UsageError(f"{item!r} cannot be made without arguments: {reason}") from error
     if not isinstance(made, Tool):
         raise UsageError(
             f"{made!r} is no tool; expected a typed function, or an object with spec, timeout_s and call"
@@ -282,13 +289,16 @@ class RewardModel:
                     return await score(episode, self.reward, context)
                 except Exception as error:
                     reason = f"the reward raised {type(error).__name__}: {error}"
-                    return replace(episode, end="reward_error", reward=None, reward_reason=reason)
+                    return replace(episode, end=end_of_failure(error), reward=None, reward_reason=reason)
 
         return list(await asyncio.gather(*map(one, episodes)))
 
 
 class _Trainer:
     """Score, credit, minibatches, optimizer steps, push back: what the trainers below share."""
+
+    _advantage: Advantage
+    _loss: Loss
 
     def __init__(
         self, policy: AgentPolicy, reward_model: RewardModel, learner: TorchLearner, minibatch: int, seed: int
@@ -299,25 +309,23 @@ class _Trainer:
         self._minibatch = minibatch
         self._seed = seed
 
-    def _train(
-        self, episodes: Sequence[Episode], epochs: int, advantage: Advantage, loss: Loss
-    ) -> Mapping[str, float]:
-        """Train on the episodes as they are; the engine samples with the new weights afterwards."""
-        if not episodes:
+    def train(self, trajectories: Sequence[Episode], epochs: int = 1) -> Mapping[str, float]:
+        """Train on what `batch_rollout` returned, and return the metrics. The policy is updated."""
+        if not trajectories:
             raise UsageError("train got no episodes; run batch_rollout first")
         policy = self.policy
-        scored = policy.background.wait(self.reward_model.score(episodes, policy.sandbox))
+        scored = policy.background.wait(self.reward_model.score(trajectories, policy.sandbox))
         groups = _by_task(scored)
         policy.background.wait(policy.engine.pause())
         try:
             flat = iter(self.learner.score([t for e in scored for t in e.trajectories]))
             by_episode = {e.id: [next(flat) for _ in e.trajectories] for e in scored}
             scores = [[by_episode[e.id] for e in group.episodes] for group in groups]
-            trained = items(groups, advantage(groups, scores), scores)
+            trained = items(groups, self._advantage(groups, scores), scores)
             steps: list[Mapping[str, float]] = []
             for epoch in range(epochs):
                 for part in minibatches(trained, self._minibatch, seed=derive_seed(self._seed, epoch)):
-                    steps.append(self.learner.step(make_batch(part), loss))
+                    steps.append(self.learner.step(make_batch(part), self._loss))
             policy.background.wait(policy.engine.load_weights(self.learner.publish()))
         finally:
             policy.background.wait(policy.engine.resume())
@@ -346,6 +354,7 @@ class PPOTrainer(_Trainer):
         minibatch: int = 128,
         seed: int = 0,
     ) -> None:
+        check_kl(kl_ctrl, in_reward=True, in_loss=False)
         learner = TorchLearner(
             policy.model,
             LearnerConfig(optim=OptimConfig(lr=lr, critic_lr=10 * lr)),
@@ -358,10 +367,6 @@ class PPOTrainer(_Trainer):
             (1.0, partial(policy_clip, clip_low=clip, clip_high=clip)),
             (value_coef, partial(value_clip, clip=None)),
         )
-
-    def train(self, trajectories: Sequence[Episode], epochs: int = 1) -> Mapping[str, float]:
-        """Train on what `batch_rollout` returned, and return the metrics. The policy is updated."""
-        return self._train(trajectories, epochs, self._advantage, self._loss)
 
 
 class GRPOTrainer(_Trainer):
@@ -378,17 +383,15 @@ class GRPOTrainer(_Trainer):
         minibatch: int = 128,
         seed: int = 0,
     ) -> None:
+        check_kl(kl_ctrl, in_reward=False, in_loss=True)
         learner = TorchLearner(
             policy.model,
             LearnerConfig(optim=OptimConfig(lr=lr)),
             reference=policy.model.fresh_reference() if kl_ctrl else None,
         )
         super().__init__(policy, reward_model, learner, minibatch, seed)
+        self._advantage = grpo
         self._loss = partial(policy_clip, clip_low=clip, clip_high=clip, kl_coef=kl_ctrl)
-
-    def train(self, trajectories: Sequence[Episode], epochs: int = 1) -> Mapping[str, float]:
-        """Train on what `batch_rollout` returned, and return the metrics. The policy is updated."""
-        return self._train(trajectories, epochs, grpo, self._loss)
 
 
 def _by_task(episodes: Sequence[Episode]) -> list[Group]:

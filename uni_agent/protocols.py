@@ -48,10 +48,9 @@ class Engine(Protocol):
     def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str
     ) -> AsyncIterator[Chunk | Completion]:
-        """Yield chunks as they are sampled, then one Completion that holds them all.
+        """Yield chunks as they are sampled, then one Completion of them all; closing the iterator cancels.
 
-        Requests of one `session` that extend each other reuse the session's cache. Closing the
-        iterator cancels the request. Raises EngineError.
+        Requests of one `session` that extend each other reuse the session's cache. Raises EngineError.
         """
         ...
 
@@ -368,17 +367,13 @@ class Credit:
 
 
 Advantage = Callable[[Sequence[Group], Sequence[Sequence[Sequence[TokenScores]]]], list[list[list[Credit]]]]
-"""(groups, scores[group][episode][trajectory]) -> credit[group][episode][trajectory].
-
-Whitening over the batch happens inside. An estimator that needs no scores takes them empty.
-"""
+"""(groups, scores[group][episode][trajectory]) -> credit[group][episode][trajectory]. Whitening over the
+batch happens inside. An estimator that needs no scores takes them empty."""
 
 
 Loss = Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
-"""(Outputs, micro-batch of tensors) -> (scalar = sum(weights * token_loss), sums for metrics).
-
-`algos.losses` defines both; the tensors are torch's, which this module must not import.
-"""
+"""(Outputs, micro-batch of tensors) -> (scalar = sum(weights * token_loss), sums for metrics); both are
+defined by `algos.losses`, and the tensors are torch's, which this module must not import."""
 
 
 class Learner(Protocol):

@@ -11,14 +11,15 @@ it trains). A reward is a number or None (not scored); None is never 0.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsFloat, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from uni_agent.errors import MessageError
+from uni_agent.errors import MessageError, RewardError
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -146,7 +147,9 @@ class Sampling:
 
     max_tokens is per turn. temperature 0 is greedy, with logprobs at temperature 1: such episodes
     are for evaluation, and training on them is refused. top_p 1 and top_k 0 mean off; training on
-    truncated sampling is refused. `seed` None draws from the engine's own generator.
+    truncated sampling is refused. `logit_bias` are pairs (token id, what is added to its logit before
+    the temperature); logprobs stay those of the unbiased logits, and training is refused here too.
+    `seed` None draws from the engine's own generator.
     """
 
     max_tokens: int = 256
@@ -156,6 +159,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,3 +338,31 @@ def derive_seed(*parts: int | str) -> int:
     """Derive a 63-bit seed from (run seed, step, task, episode, turn, ...): same parts, same seed."""
     text = "\x1f".join(str(part) for part in parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def plain_number(value: object, where: str) -> float | None:
+    """A plain float from a number-like scalar (bool, numpy, torch); None, not scored, for None and NaN.
+
+    Raises RewardError, opened by `where`, for anything else: text, arrays, infinities.
+    """
+    if value is None:
+        return None
+    number = value if isinstance(value, float) else _to_float(value)  # nearly always a float
+    if number is None:
+        text = " ".join(repr(value).split())
+        raise RewardError(
+            f"{where} is {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}; "
+            "expected one number, or None for not scored"
+        )
+    if math.isinf(number):
+        raise RewardError(f"{where} is {number}; expected a finite number, or None for not scored")
+    return None if math.isnan(number) else float(number)
+
+
+def _to_float(value: object) -> float | None:
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat) or np.shape(value) != ():  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None

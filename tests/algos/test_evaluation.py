@@ -23,7 +23,9 @@ def test_wilson_interval_known_values() -> None:
     # 8 of 10 at 95%: the textbook interval
     mean, low, high = wilson_interval(8, 10)
     assert (mean, round(low, 4), round(high, 4)) == (0.8, 0.4902, 0.9433)
-    assert wilson_interval(0, 0) == (0.0, 0.0, 1.0)
+    nothing = wilson_interval(0, 0)  # no estimate, and every share is possible
+    assert math.isnan(nothing.mean)
+    assert nothing[1:] == (0.0, 1.0)
     assert wilson_interval(0, 20).low == 0.0 < wilson_interval(0, 20).high
 
 

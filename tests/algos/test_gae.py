@@ -187,3 +187,33 @@ def test_a_turn_without_tokens_keeps_its_reward(tape, episode):
     t = replace(t, turns=(*t.turns, empty))
     (credit,) = run([(t, np.zeros(3))], reward=1.0, episode=episode)
     assert credit.returns.tolist() == pytest.approx([0, 1, 1])
+
+
+def test_a03_what_was_observed_is_neither_whitened_nor_counted(tape, episode):
+    (credit,) = run(
+        [(tape([1, 1, 1, 0]), [-5, -4, -2, 99])],
+        reward=1.0,
+        episode=episode,
+        lam=0.0,
+        unit="token",
+        whitening=True,
+    )
+    assert credit.returns.tolist() == pytest.approx([-4, -2, 1, 0])  # advantages 1, 2, 3 before
+    assert credit.advantages.tolist() == pytest.approx([-1, 0, 1, 0])
+
+
+def test_a05_the_bootstrap_is_that_of_the_last_tape_of_a_chain(tape, episode):
+    tapes = [tape([0, 1]), tape([0, 0, 1])]
+    scores = [
+        TokenScores(np.zeros(n, np.float32), values=np.zeros(n, np.float32), bootstrap=after)
+        for n, after in ((2, 7.0), (3, 0.5))
+    ]
+    cut = Group("g", (episode(0.0, tapes, end="max_turns"),))
+    first, last = gae([cut], [[scores]], whitening=False)[0][0]
+    assert (first.returns[1], last.returns[2]) == pytest.approx((0.5, 0.5))
+
+
+def test_q09_kl_in_reward_is_of_the_policy_that_sampled(tape):
+    t = tape([1, 1], logprobs=[-1.0, -2.0])
+    now = TokenScores(np.float32([-5, -5]), ref_logprobs=np.float32([-1.5, -2.0]))
+    assert kl_in_reward(t, now, 0.1).tolist() == pytest.approx([-0.05, 0])

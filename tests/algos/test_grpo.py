@@ -262,3 +262,33 @@ def test_negative_scale_leaves_what_worked_as_it_is(group):
 def test_an_unknown_baseline_is_refused(group):
     with pytest.raises(ConfigError, match="baseline is 'mean'; expected 'group' or 'turn'"):
         grpo_turns([group([0.0, 1.0])], baseline="mean")
+
+
+def test_a07_float32_noise_is_no_difference(group):
+    rewards = [0.1, float(np.float32(0.1)), 0.1]
+    assert values(grpo([group(rewards)])[0]) == [None] * 3
+
+
+def test_a08_a_group_without_a_score_is_not_a_lone_one(group):
+    counts = group_counts([group([None] * 3), group([1.0, None])])
+    assert (counts["algos/groups_unscored"], counts["algos/groups_lone"]) == (1, 1)
+
+
+def test_a06_a_step_reward_that_is_no_number_makes_the_episode_invalid(tape, episode):
+    broken = episode(1.0, [tape([0, 1, 0, 1], turn_rewards=[float("nan"), 1.0])])
+    group = Group("g", (broken, *(episode(r) for r in (0.0, 1.0))))
+    credit = grpo([group], normalize_std=False)[0]
+    assert [c.trained for (c,) in credit] == [False, True, True]
+    assert credit[1][0].advantages[1] == pytest.approx(-0.5)
+
+
+def test_turns_of_two_agents_are_neither_chained_nor_compared(tape, episode):
+    """The judge's turns come after another number of the main agent's in each episode."""
+    two = episode(
+        1.0, [tape([1, 0, 1], turn_rewards=[1.0, 2.0]), tape([1], agent="judge", turn_rewards=[4.0])]
+    )
+    one = episode(0.0, [tape([1], turn_rewards=[0.0]), tape([1], agent="judge", turn_rewards=[1.0])])
+    credit = grpo_turns([Group("g", (two, one))], discount=0.5, baseline="turn", normalize_std=False)[0]
+    assert credit[0][0].advantages.tolist() == pytest.approx([1.0, 0, 0])  # (1 + 2 / 2) against 0; alone
+    assert credit[0][1].advantages.tolist() == pytest.approx([1.5])
+    assert [c.advantages.tolist() for c in credit[1]] == [pytest.approx([-1.0]), pytest.approx([-1.5])]

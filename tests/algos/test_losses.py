@@ -246,3 +246,28 @@ def test_statistics_of_micro_batches_add():
         merge_stats(totals, stats)
     assert loss == pytest.approx(whole_loss.item())
     assert finish_stats(totals, 3) == pytest.approx(finish_stats(whole, 3))
+
+
+def test_q08_off_policy_weight_is_capped():
+    weighted = off_policy(torch.tensor(1.0), torch.tensor(50.0).log())
+    assert weighted.item() == pytest.approx(10.0)
+    assert off_policy(torch.tensor(1.0), torch.tensor(50.0).log(), cap=60.0).item() == pytest.approx(50.0)
+
+
+def test_statistics_of_the_policy_loss():
+    """Sampled by an older policy at -1, now -1.5: KL(old || new) by k3, and a ratio below 1."""
+    data = batch([1.0, 0.0], behavior_logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
+    _, stats = policy_clip(Outputs(row([-1.5, -1.0])), data)
+    assert stats["approx_kl_sum"].item() == pytest.approx(0.106531, abs=1e-6)
+    assert stats["ratio_max"].item() == pytest.approx(0.606531, abs=1e-6)  # the masked ratio of 1 is no part
+    assert stats["ratio_error_max"].item() == pytest.approx(0.393469, abs=1e-6)
+    assert stats["logprob_gap_sum"].item() == pytest.approx(0.5)
+    assert stats["logprob_gap_max"].item() == pytest.approx(0.5)
+
+
+def test_statistics_of_the_value_loss():
+    data = batch([0.5, 0.5, 0.0], returns=[1.0, 3.0, 9.0])
+    out = Outputs(row([0.0] * 3), values=row([2.0, 5.0, 7.0]))
+    _, stats = value_clip(out, data, clip=None)
+    found = {name: stat.item() for name, stat in stats.items()}
+    assert found == {"value_loss": 1.25, "value_sum": 7, "return_sum": 4, "value_error_sum": 5}

@@ -44,6 +44,7 @@ def test_trajectories_that_do_not_train_do_not_count():
     masks = [*MASKS, np.zeros(6, bool)]
     assert sequence_mean(masks, [0, 1, 2])[0][0] == pytest.approx(0.5)
     assert episode_mean(masks, [0, 1, 2])[0][0] == pytest.approx(0.5)
+    assert constant_length(masks, [0, 1, 2], length=10)[0][0] == pytest.approx(0.05)
 
 
 def test_constant_length_needs_a_length():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from uni_agent.engines.local_sampling import RowSampling, draw, mix, uniforms
-from uni_agent.engines.local_stop import StopMatcher
+from uni_agent.engines.local.native import load_native
+from uni_agent.engines.local.sampling import Bias, RowSampling, draw, mix, uniforms
+from uni_agent.engines.local.stop import StopMatcher
 
 
 def rows(n, temperature=1.0, top_p=1.0, top_k=0):
@@ -107,3 +109,46 @@ def test_stop_matcher_finds_a_stop_after_a_long_text_and_over_empty_tokens():
     hits = [matcher.push(i) for i in range(len(pieces))]
     assert hits.index(True) == len(pieces) - 1
     assert max(decoded) < 60  # the tail stays short
+
+
+def test_bias_moves_the_draw_and_not_the_logprob():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(20_000, 4)
+    bias = Bias(np.array([3, 0]), np.array([np.log(4.0), -np.inf], np.float32))
+    half = RowSampling(*rows(20_000)[:5], tuple((i, bias) for i in range(0, 20_000, 2)))
+    kernels = load_native()
+    for kernel in (None, kernels) if kernels else (None,):
+        ids, logprobs = draw(logits, half, kernel)
+        got = frequencies(ids[::2], 4)
+        assert np.abs(got - np.array([0, 0.3, 0.2, 0.4]) / 0.9).max() < 0.015
+        assert got[0] == 0
+        assert np.abs(frequencies(ids[1::2], 4) - [0.4, 0.3, 0.2, 0.1]).max() < 0.015
+        assert np.allclose(logprobs, np.log([0.4, 0.3, 0.2, 0.1])[ids], atol=1e-5)
+    greedy = RowSampling(*rows(1, temperature=0.0)[:5], ((0, bias),))
+    ids, logprobs = draw(logits[:1], greedy)
+    assert ids.tolist() == [3]
+    assert np.allclose(logprobs, np.log(0.1), atol=1e-5)
+
+
+def test_the_kernel_draws_as_torch_does():
+    kernels = load_native()
+    if kernels is None:
+        pytest.skip("no C++ compiler here")
+    torch.manual_seed(1)
+    logits = torch.randn(3000, 1003) * 3
+    settings = rows(3000)._replace(
+        temperature=np.random.default_rng(0).choice(np.array([0, 0.5, 1, 2], np.float32), 3000),
+        drawn=np.arange(3000),
+    )
+    ids, logprobs = draw(logits, settings, kernels)
+    want, want_logprobs = draw(logits, settings)
+    same = ids == want
+    assert same.mean() > 0.998  # a number that falls on the border of two tokens may go either way
+    assert np.abs(logprobs - want_logprobs)[same].max() < 1e-5
+    assert (np.abs(ids - want)[~same] <= 2).all()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = logits[:2].clone()
+        broken[1] = bad
+        _, logprobs = draw(broken, rows(2), kernels)
+        assert np.isfinite(logprobs).tolist() == [True, False]
+    rare = torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]]).expand(5000, 4)
+    assert set(draw(rare, rows(5000), kernels)[0].tolist()) == {0, 2}

@@ -211,3 +211,31 @@ def test_true_is_not_a_number() -> None:
     with pytest.raises(TaskFileError, match="'n' is bool True; expected a whole number"):
         row_field({"n": True}, "n", int)
     assert row_field({"n": True}, "n", bool) is True
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[" * 200_000, "line 2: cannot be read: maximum recursion depth"),
+        ('{"id": "b", "prompt": "q", "n": ' + "1" * 5000 + "}", "line 2: cannot be read: Exceeds the limit"),
+    ],
+    ids=["deep", "digits"],
+)
+def test_a_line_beyond_pythons_limits_is_named(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": "a", "prompt": "q"}\n' + line + "\n")
+    with pytest.raises(TaskFileError, match=says):
+        load_tasks(path)
+
+
+def test_parquet_cells_that_python_cannot_hold_are_one_line(tmp_path: Path) -> None:
+    two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["id", "id"])
+    late = pa.table({"id": ["a"], "at": pa.array([1], pa.timestamp("ns"))})
+    offsets, text = pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")
+    latin = pa.table({"id": pa.Array.from_buffers(pa.string(), 1, [None, offsets, text])})
+    for number, table in enumerate((two, late, latin)):
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(table, path)
+        with pytest.raises(TaskFileError, match="is not readable as Parquet: ") as caught:
+            load_tasks(path)
+        assert "\n" not in str(caught.value)

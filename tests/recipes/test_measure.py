@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from uni_agent.algos.evaluation import wilson_interval
-from uni_agent.recipes.measure import held_out_figures, report, summarise
+from uni_agent.errors import RunError
+from uni_agent.recipes.measure import held_out_figures, report, require_scored, summarise
 from uni_agent.types import Episode, Message, Sampling, Task, Trajectory, Turn
 
 
@@ -68,6 +70,7 @@ def test_pass_at_k_is_per_task_and_over_scored_attempts() -> None:
 def test_nothing_scored_claims_nothing() -> None:
     found = report([episode("a", None)])
     assert (found.success.low, found.success.high, found.num_unscored) == (0.0, 1.0, 1)
+    assert math.isnan(found.success.mean)
     assert math.isnan(found.reward.mean)
     assert math.isnan(found.pass_at[1])
 
@@ -86,3 +89,10 @@ def test_the_first_held_out_set_has_the_short_names() -> None:
     assert figures["first_attempt_after"] == 0.25
     assert figures["hard_held_out_after"] == figures["hard_first_attempt_after"] == 1.0
     assert figures["held_out_after_interval"] == list(wilson_interval(2, 4)[1:])
+
+
+def test_an_evaluation_that_scored_nothing_is_an_error() -> None:
+    require_scored(EPISODES)
+    failed = replace(episode("a", None), end="engine_error", error="EngineError: refused\nframes")
+    with pytest.raises(RunError, match=r"none of 2 .* a/0, ended engine_error: EngineError: refused$"):
+        require_scored([failed, episode("c", None)])

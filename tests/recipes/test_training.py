@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from uni_agent.cli import main
 from uni_agent.config import load_config
-from uni_agent.errors import UniAgentError
+from uni_agent.errors import CheckpointError, ConfigError, TaskFileError, UniAgentError
 from uni_agent.recipes import evaluate, grpo, ppo, rollout, sft
+from uni_agent.render import load_renderer
 from uni_agent.rollout import EpisodeStore
 from uni_agent.track import read_metrics
 
@@ -86,6 +88,19 @@ def test_grpo_leaves_everything_behind_and_resumes(tasks: Path, tmp_path: Path) 
     assert torch.isfinite(model(**ids).logits).all()
 
 
+@pytest.mark.parametrize(("dtype", "low", "high"), [("auto", 0.0, 1e-5), ("bfloat16", 1e-4, 0.1)])
+def test_the_gap_between_engine_and_learner_is_logged_each_step(
+    tasks: Path, tmp_path: Path, dtype: str, low: float, high: float
+) -> None:
+    """At the first update of a step: the later ones of PPO have another policy."""
+    more = (f"--engine.dtype={dtype}", "--steps=2", "--groups-per-step=2", "--minibatch=1", "--epochs=2")
+    ppo.run(load_config(ppo.Config, settings(tasks, tmp_path, *more)))
+    rows = [row for row in read_metrics(tmp_path / "runs/x").rows if row.get("train/tokens")]
+    assert len(rows) == 2
+    assert all(low < row["engine/logprob_gap"] < high for row in rows)
+    assert all(row["engine/logprob_gap"] <= row["engine/logprob_gap_max"] for row in rows)
+
+
 def test_ppo_with_kl_in_the_reward(tasks: Path, tmp_path: Path) -> None:
     more = ("--steps=2", "--groups-per-step=4", "--minibatch=2", "--epochs=2", "--kl-coef=0.05")
     summary = ppo.run(load_config(ppo.Config, settings(tasks, tmp_path, *more)))
@@ -121,6 +136,14 @@ def test_dry_run_plans_and_writes_nothing(
         ("--tasks=/nowhere.jsonl", "/nowhere.jsonl"),
         ("--run.trackers=tensorbord", "did you mean 'tensorboard'"),
         ("--learning-rate=1", "learning-rate"),
+        ("--steps=0", "'steps' should be greater than or equal to 1, got 0"),
+        ("--kl-coef=-0.1", "'kl_coef' should be greater than or equal to 0, got -0.1"),
+        ("--kl-coef=nan", "'kl_coef' should be"),
+        ("--optimizer.lr=-1", "'optimizer.lr' should be greater than or equal to 0"),
+        ("--sampling.temperature=-1", "'sampling.temperature' should be greater than or equal to 0"),
+        ("--sampling.max-tokens=0", "'sampling.max_tokens' should be greater than or equal to 1"),
+        ("--sampling.top-p=2", "'sampling.top_p' should be less than or equal to 1"),
+        ("--world.concurrency=0", "'world.concurrency' should be greater than or equal to 1"),
     ],
 )
 def test_wrong_names_end_in_one_line_and_code_2(
@@ -165,6 +188,8 @@ def test_evaluate_reports_intervals_and_pass_at_k(tasks: Path, tmp_path: Path) -
     assert summary["episodes"] == 12
     assert 0 <= summary["success_low"] <= summary["success"] <= summary["success_high"] <= 1
     assert summary["pass@3"] >= summary["pass@1"] == pytest.approx(summary["success"])
+    with pytest.raises(ConfigError, match=r"pass@4 with num_attempts 3"):
+        load_config(evaluate.Config, [f"--model={BASE}", "--num-attempts=3", "--pass-at=1,4"])
 
 
 def conversations(path: Path) -> Path:
@@ -204,6 +229,20 @@ def test_sft_lowers_the_loss_and_resuming_changes_nothing(tmp_path: Path) -> Non
     assert len(nll["whole"]) == 6
     assert nll["whole"] == nll["parts"]
     assert nll["whole"][-1] < nll["whole"][0]
+    shutil.rmtree(parts / "checkpoints")
+    with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
+        sft.run(load_config(sft.Config, ["@", str(parts / "config.toml"), f"--resume={parts}"]))
+
+
+def test_sft_reads_lines_by_line_feeds_only(tmp_path: Path) -> None:
+    """JSON text may hold U+2028 or NEL as they are, and a file may begin with a byte order mark."""
+    data = tmp_path / "data.jsonl"
+    row = {"messages": [{"role": "user", "content": "a\u2028b\x85c"}, {"role": "assistant", "content": "d"}]}
+    data.write_text("\ufeff" + (json.dumps(row, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
+    assert len(sft.read_conversations(data, load_renderer(BASE), 0)) == 2
+    data.write_bytes(data.read_bytes() + b'{"messages": "\xff"}\n')
+    with pytest.raises(TaskFileError, match=r"data.jsonl:3: UnicodeDecodeError"):
+        sft.read_conversations(data, load_renderer(BASE), 0)
 
 
 def test_sft_names_the_bad_line(tmp_path: Path) -> None:

@@ -101,3 +101,10 @@ async def test_progress_ignores_calls_that_did_not_run() -> None:
     turn = Turn((0, 0), (0, 0), (), Message("assistant"), "stop", Sampling(), (refused,))
     scores = await code_test_progress(make_episode(None, turns=[turn]), RewardContext(no_sandbox))
     assert (scores.total, scores.turn_totals) == (0.0, [0.0])
+
+
+async def test_progress_is_not_paid_for_what_another_tool_claims() -> None:
+    claims = ToolResult("c", "linter", "", data={"passed": 4, "total": 4, "parsed": True})
+    turn = Turn((0, 0), (0, 0), (), Message("assistant"), "stop", Sampling(), (claims,))
+    scores = await code_test_progress(make_episode(None, turns=[turn]), RewardContext(no_sandbox))
+    assert (scores.total, scores.turn_totals) == (0.0, [0.0])

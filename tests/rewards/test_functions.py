@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,8 +14,7 @@ import pytest
 from uni_agent.errors import RewardError, SandboxError, UsageError
 from uni_agent.protocols import Reward, RewardContext, Sandbox, Scores
 from uni_agent.rewards import reward_from_function, weighted
-from uni_agent.rewards.functions import as_number
-from uni_agent.types import Episode, Message, Sampling, Task, Trajectory, Turn
+from uni_agent.types import Episode, Message, Sampling, Task, Trajectory, Turn, plain_number
 
 
 def no_sandbox() -> Sandbox:
@@ -111,7 +111,7 @@ async def test_a_dict_gives_named_scores() -> None:
     scores = await score({"right": True, "short": np.float32(0.25)})
     assert scores.values == {"right": 1.0, "short": 0.25}
     assert scores.total == 1.25
-    with pytest.raises(RewardError, match="on episode t/0, value 'short', returned str '3'"):
+    with pytest.raises(RewardError, match="on episode t/0, value 'short', is str '3'"):
         await score({"right": 1, "short": "3"})
 
 
@@ -128,8 +128,8 @@ async def test_scores_are_held_to_the_same_rules() -> None:
 
 
 def test_a_number_names_where_it_came_from() -> None:
-    with pytest.raises(RewardError, match="here returned str 'x'"):
-        as_number("x", "here")
+    with pytest.raises(RewardError, match="here is str 'x'; expected one number"):
+        plain_number("x", "here")
 
 
 # --- R02, R03: functions that fail ----------------------------------------------------------------
@@ -222,6 +222,18 @@ async def test_s06_a_slow_sync_reward_stalls_nobody() -> None:
     )
     assert total_s < 1.5
     assert gap_s < 0.2
+
+
+async def test_s06_a_reward_has_threads_of_its_own_however_few_cores_there_are() -> None:
+    together = threading.Barrier(24)
+
+    def fn(_: Episode) -> float:
+        together.wait(timeout=5)  # raises unless all 24 run at the same time
+        return 1.0
+
+    reward = reward_from_function(fn, "meets")
+    found = await asyncio.gather(*(reward(make_episode(i), CONTEXT) for i in range(24)))
+    assert [scores.total for scores in found] == [1.0] * 24
 
 
 async def test_async_functions_are_awaited_also_behind_other_callables() -> None:

@@ -175,3 +175,10 @@ async def test_one_factory_grades_many_at_once() -> None:
             *(run_tests(sandbox, RIGHT if i % 2 else WRONG, TESTS) for i in range(40))
         )
     assert [report.passed for report in reports] == [0, 3] * 20
+
+
+async def test_nesting_beyond_the_parser_is_named(sandbox: LocalSandbox) -> None:
+    report = await run_tests(sandbox, "x = " + "-" * 200_000 + "1\n", TESTS)
+    assert (report.parsed, report.failures) == (False, ("MemoryError",))
+    with pytest.raises(TaskFileError, match=r"test 1 .* is not Python: it is nested too deeply"):
+        await run_tests(sandbox, "x = 1\n", ["assert 1 == " + "-" * 200_000 + "1"])

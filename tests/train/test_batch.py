@@ -7,7 +7,7 @@ from uni_agent.algos import episode_mean, grpo, token_mean
 from uni_agent.errors import RunError, UsageError
 from uni_agent.protocols import Credit, RenderedDialogue, TokenScores
 from uni_agent.train import Item, demonstration, items, make_batch, microbatches, minibatches, truncate
-from uni_agent.train.batch import layout
+from uni_agent.train.batch import layout, score_batch
 from uni_agent.types import Group, Message, Sampling
 
 
@@ -141,7 +141,15 @@ def test_minibatches_are_shuffled_by_seed_and_keep_episodes_whole(tape):
     assert all(part.count(e) == 2 for part in order for e in part)
 
 
-@pytest.mark.parametrize("bad", [Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=5)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Sampling(temperature=0.0),
+        Sampling(top_p=0.9),
+        Sampling(top_k=5),
+        Sampling(logit_bias=((3, 1.0),)),
+    ],
+)
 def test_truncated_sampling_is_refused_where_it_would_train(tape, bad):
     with pytest.raises(UsageError, match="keep the others for evaluation"):
         make_batch([item(tape, [0, 1], sampling=bad)])
@@ -182,6 +190,8 @@ def test_items_flatten_groups_and_number_episodes(tape, episode):
 def test_temperature_stands_at_each_sampled_token(tape):
     batch = make_batch([item(tape, [0, 1, 1], sampling=Sampling(temperature=0.5))], row_tokens=4)
     assert batch.temperature.tolist() == [[1.0, 0.5, 0.5]]
+    greedy, _ = score_batch([tape([0, 1], sampling=Sampling(temperature=0.0))], 4)  # logprobs at 1
+    assert greedy.temperature.tolist() == [[1.0, 1.0]]
 
 
 def test_a_demonstration_trains_exactly_its_wanted_messages():

@@ -176,3 +176,38 @@ def test_a_manifest_of_another_step_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="says step 1"):
         checkpoints.read(7)
     assert json.loads((tmp_path / "step_7/manifest.json").read_text())["step"] == 1
+
+
+def test_c04_going_on_without_a_checkpoint_is_an_error_and_no_silent_restart(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
+        checkpoints.resumed()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(1, writer("x", fail_after=1), {})
+    with pytest.raises(CheckpointError, match="holds no finished checkpoint"):
+        checkpoints.resumed()
+    checkpoints.save(1, writer("x"), {})
+    assert checkpoints.resumed().step == 1
+
+
+def test_c04_a_broken_later_step_does_not_cost_the_one_just_saved(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    (tmp_path / "step_9").mkdir()
+    checkpoints.save(4, writer("x"), {})
+    assert checkpoints.latest().step == 4
+
+
+def test_c05_a_folder_of_another_naming_is_no_checkpoint(tmp_path):
+    (tmp_path / "step_007").mkdir()
+    assert Checkpoints(tmp_path).latest() is None
+
+
+def test_of_two_best_ones_the_higher_score_counts(tmp_path):
+    """As after a kill between the new one's commit and the old one's removal."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save_best(1, writer("low"), {}, score=0.2)
+    (tmp_path / "best/step_1").rename(tmp_path / "aside")
+    checkpoints.save_best(2, writer("high"), {}, score=0.9)
+    (tmp_path / "aside").rename(tmp_path / "best/step_1")
+    assert checkpoints.best().step == 2
+    assert not checkpoints.save_best(3, writer("less"), {}, score=0.5)

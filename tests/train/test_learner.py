@@ -12,7 +12,7 @@ from uni_agent.protocols import Credit
 from uni_agent.train import Item, make_batch
 from uni_agent.train.critic import ModelCritic, TrunkCritic
 from uni_agent.train.learner import LearnerConfig, TorchLearner
-from uni_agent.train.optim import OptimConfig, lr_factor
+from uni_agent.train.optim import OptimConfig
 from uni_agent.types import Sampling
 
 
@@ -91,6 +91,7 @@ def test_q03_dropout_is_off_in_score_and_step(tiny, tape):
     batch = batch_of(learner, trajectories)
     first = learner.score(trajectories)
     for _ in range(2):
+        model.module.train()  # as somebody who shares the module may do
         metrics = learner.step(batch, policy_clip)
         assert metrics["train/ratio_error_max"] < 1e-6
         assert metrics["train/clip_fraction"] == 0
@@ -184,6 +185,21 @@ def test_n01_a_streak_stops_the_run_and_names_step_and_tensors(tiny, tape, tmp_p
     assert not (tmp_path / "never").exists()
 
 
+def test_n01_a_loss_without_bound_is_skipped_though_its_gradient_is_finite(tiny, tape):
+    learner = TorchLearner(tiny(), config())
+    batch = batch_of(learner, tapes(tape))
+    before = snapshot(learner)
+
+    def endless(outputs, batch):
+        value, stats = policy_clip(outputs, batch)
+        return value + float("inf"), stats
+
+    metrics = learner.step(batch, endless)
+    assert np.isfinite(metrics["train/grad_norm"])
+    assert metrics["train/skipped"] == 1
+    assert same(before, snapshot(learner))
+
+
 def test_n01_skips_with_good_steps_between_are_no_streak(tiny, tape):
     learner = TorchLearner(tiny(), replace(config(), microbatch_tokens=10_000, max_skipped=1))
     batch = batch_of(learner, tapes(tape), row_tokens=1000)
@@ -219,17 +235,6 @@ def test_policy_gradient_raises_what_was_good(tiny, tape):
         learner.step(make_batch([item]), partial(policy_clip, clip_high=10.0))
     (after,) = learner.score([t])
     assert after.logprobs.sum() > before.logprobs.sum() + 1
-
-
-def test_lr_factor():
-    linear = OptimConfig(warmup_steps=2, decay="linear", total_steps=6, final_lr_ratio=0.1)
-    assert [lr_factor(linear, s) for s in range(1, 9)] == pytest.approx(
-        [0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1, 0.1]
-    )
-    cosine = OptimConfig(decay="cosine", total_steps=3)
-    assert [lr_factor(cosine, s) for s in (1, 2, 3)] == pytest.approx([1, 0.5, 0])
-    with pytest.raises(ConfigError, match="total_steps"):
-        OptimConfig(decay="cosine", warmup_steps=5, total_steps=5)
 
 
 def test_adapter_off_is_the_base_and_only_the_adapter_trains(tiny, tape, tmp_path):
@@ -331,6 +336,10 @@ def test_publish_counts_versions_and_hands_out_the_live_module(tiny, tape):
     assert (weights.version, weights.location) == (1, model.module)
     metrics = learner.step(batch_of(learner, tapes(tape)), policy_clip)  # sampled by version 0
     assert metrics["train/staleness_max"] == 1
+    learner.publish()
+    mixed = [tape([0, 1], version=0), tape([0, 1, 1, 1], version=2)]
+    metrics = learner.step(batch_of(learner, mixed), policy_clip)
+    assert (metrics["train/staleness_max"], metrics["train/staleness_mean"]) == (2, 0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -8,6 +8,7 @@ trains and who counts in the group; an episode counts once, however many traject
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -76,8 +77,8 @@ def grpo_turns(
 
     The return of a turn is the sum of its own and later turns' rewards, discounted per turn. Every
     sampled token of a turn gets its turn's advantage. The baseline is the mean over all turns of the
-    group, or with "turn" over the turns of the same number: what could still be reached by those who
-    had come that far; a turn that nobody else reached has advantage 0. The deviation is over all of
+    group, or with "turn" over the same agent's turns of the same number: what could still be reached by
+    those who had come that far; a turn that nobody else reached has advantage 0. The deviation is over all of
     the group's turns, unbiased. `negative_scale` multiplies negative advantages at the end: below 1,
     what worked teaches more than what failed, and larger steps stay stable (arXiv 2506.20520).
     """
@@ -90,11 +91,10 @@ def grpo_turns(
         flat = [array for episode in returns for array in episode]
         advantages = None
         if len(members) > 1 and flat:
-            numbers = np.concatenate([np.arange(group.episodes[i].num_turns) for i in members])
             values = np.concatenate(flat)
             size = float(np.abs(values).max(initial=0.0))
             if baseline == "turn":
-                values = _less_mean_of(values, numbers)
+                values = _less_mean_of(values, _turn_keys([group.episodes[i] for i in members]))
             advantages = centre(values, normalize_std=normalize_std, size=size)
             if advantages is not None:
                 advantages = np.where(advantages < 0, negative_scale * advantages, advantages)
@@ -109,6 +109,20 @@ def grpo_turns(
             offset += num_turns
         credit.append(rows)
     return credit
+
+
+def _turn_keys(episodes: Sequence[Episode]) -> npt.NDArray[np.int64]:
+    """For each turn, in order, a number that says whose turn it is and which of that agent's."""
+    known: dict[tuple[str, int], int] = {}
+    keys: list[int] = []
+    for episode in episodes:
+        played: Counter[str] = Counter()
+        for trajectory in episode.trajectories:
+            for _ in trajectory.turns:
+                place = (trajectory.agent, played[trajectory.agent])
+                keys.append(known.setdefault(place, len(known)))
+                played[trajectory.agent] += 1
+    return np.asarray(keys, np.int64)
 
 
 def _less_mean_of(values: Float64Array, keys: npt.NDArray[np.int64]) -> Float64Array:

@@ -29,9 +29,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def wilson_interval(successes: float, trials: int, z: float = 1.96) -> Interval:
-    """Wilson's score interval of a proportion; [0, 1] when there are no trials."""
+    """Wilson's score interval of a proportion. Without trials there is no estimate (NaN), only [0, 1]."""
     if trials == 0:
-        return Interval(0.0, 0.0, 1.0)
+        return Interval(math.nan, 0.0, 1.0)
     share = successes / trials
     centre = share + z * z / (2 * trials)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))

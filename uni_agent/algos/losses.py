@@ -117,6 +117,8 @@ def policy_clip(
             "approx_kl_sum": k3(_only(trained, batch.behavior_logprobs).to(logprobs.dtype), logprobs).sum(),
             "ratio_max": _only(trained, ratio).max(),
             "ratio_error_max": (ratio - 1.0).abs().max(),
+            "logprob_gap_sum": log_ratio.abs().sum(),
+            "logprob_gap_max": log_ratio.abs().max(),
             "policy_loss": (batch.weights * token_loss).sum(),
         }
     if outputs.entropy is not None:

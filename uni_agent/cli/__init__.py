@@ -23,6 +23,7 @@ VERBS = {
     "train": "Train a model with a recipe: sft, grpo, ppo, or a file of yours.",
     "show": "Show a run's episodes, one transcript, or its metrics.",
     "config": "List a recipe's settings, or write them as a TOML file.",
+    "model": "Fetch a model that has a name, or list them.",
     "doctor": "Say what is installed, what this machine offers, and what is missing.",
 }
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from uni_agent.config import BaseConfig, load_config, to_toml
 from uni_agent.errors import MissingDependencyError, UnknownNameError, UsageError
+from uni_agent.track import plain_json
 
 RECIPES = ("sft", "grpo", "ppo", "evaluate", "rollout")
 
@@ -30,6 +31,7 @@ _EXTRA_OF = {
     "transformers": "train",
     "peft": "train",
     "tokenizers": "train",
+    "gguf": "train",
     "ray": "ray",
     "vllm": "vllm",
     "mcp": "mcp",
@@ -94,7 +96,7 @@ def run_recipe(
         return 0
     with contextlib.redirect_stdout(sys.stderr), _missing_packages_named():
         summary = recipe.run(config)
-    print(json.dumps(dict(summary), default=str))
+    print(json.dumps(plain_json(summary), allow_nan=False))
     return 0
 
 

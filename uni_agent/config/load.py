@@ -36,7 +36,7 @@ from uni_agent.errors import ConfigError, nearest
 Config = TypeVar("Config", bound=BaseConfig)
 KeyPath = tuple[str | int, ...]
 
-_INTEGER = re.compile(r"[+-]?\d(_?\d)*")
+_INTEGER = re.compile(r"[+-]?\d(_?\d){0,99}")
 _TOML_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
 
 
@@ -116,6 +116,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         line = _TOML_LINE.search(str(error))
         place = f"{path}:{line[1]}" if line and line[1] else str(path)
         raise ConfigError(f"{place}: not valid TOML: {_TOML_LINE.sub('', str(error)).strip()}") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
 def _split_argv(
@@ -186,7 +188,7 @@ def _from_text(annotation: Any, text: str) -> Any:
     if text.startswith(("[", "{")) and str not in options:
         try:
             return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             return text
     if item is not UNKNOWN:
         return [_from_text(item, part.strip()) for part in text.split(",") if part.strip()]

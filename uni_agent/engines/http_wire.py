@@ -29,6 +29,8 @@ def request_body(model: str, request: ChatRequest, sampling: Sampling) -> dict[s
         body["stop"] = list(sampling.stop)
     if sampling.stop_token_ids:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): value for token, value in sampling.logit_bias}
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if request.tools:

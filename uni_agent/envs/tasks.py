@@ -276,6 +276,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
                 raise TaskFileError(
                     f"{where}: not JSON ({error.msg}, column {error.colno}); expected one object per line"
                 ) from None
+            except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+                raise TaskFileError(f"{where}: cannot be read: {error}") from None
             if not text:
                 continue
             if not isinstance(value, dict):
@@ -289,8 +291,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise TaskFileError(f"task file {path} is not readable as Parquet: {error}") from error
-    for number, row in enumerate(table.to_pylist(), 1):
+        rows = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a cell that Python cannot hold
+        reason = str(error).partition("\n")[0]
+        raise TaskFileError(f"task file {path} is not readable as Parquet: {reason}") from error
+    for number, row in enumerate(rows, 1):
         yield f"row {number}", {key: value for key, value in row.items() if value is not None}

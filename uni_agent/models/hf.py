@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from uni_agent.config.known_models import model_folder
 from uni_agent.errors import ModelError
 from uni_agent.models.attention import PACKED_ATTENTION, register_packed_attention
 from uni_agent.models.logprobs import causal_lm, score_tokens
@@ -99,7 +100,7 @@ class HFModel:
             weights = self.merged_weights()
             if model.config.tie_word_embeddings:
                 weights = {name: weights[name] for name in weights if name not in _tied_names(model)}
-            with _quiet_transformers():
+            with quiet_transformers():
                 model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
         if self.renderer_name is not None:
@@ -119,10 +120,11 @@ class HFAutoModel:
     ) -> HFModel:
         """Load a folder: a whole model, or a PEFT adapter whose base lies where it says.
 
+        `path` may be the name of a fetched model, such as "smollm2".
         `lora` adds a fresh adapter. The scoring path is compared with the model's own forward on a few
         tokens, so that a family we would score wrongly is refused here. Raises ModelError.
         """
-        folder = Path(path)
+        folder = model_folder(path)
         if not folder.is_dir():
             raise ModelError(
                 f"model folder {folder} does not exist; give the path of a folder on this machine"
@@ -156,7 +158,7 @@ def count_parameters(path: str | Path) -> int:
     """The parameters of a folder's model, by its config alone: no weights are read. Raises ModelError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(path)
+    folder = model_folder(path)
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist; give the path of a folder on this machine")
     folder = _adapter_base(folder) or folder
@@ -191,7 +193,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
             f"model folder {folder} has no config.json; it is not a model that transformers saved"
         )
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -299,7 +301,7 @@ def _tied_names(model: Any) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Generator[None]:
+def quiet_transformers() -> Generator[None]:
     """No progress bars and load reports on stderr: what matters in them becomes an error."""
     from transformers.utils import logging
 

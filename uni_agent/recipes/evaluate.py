@@ -13,12 +13,21 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from pydantic import model_validator
+
 from uni_agent.config import BaseConfig
 from uni_agent.engines.http import HttpPolicyFactory
-from uni_agent.engines.local import LocalEngine
 from uni_agent.models import HFAutoModel
-from uni_agent.recipes.measure import attempt, report, running_mean, summarise
-from uni_agent.recipes.sections import SamplingConfig, WorldConfig
+from uni_agent.recipes.engine import make_engine
+from uni_agent.recipes.measure import attempt, report, require_scored, running_mean, summarise
+from uni_agent.recipes.sections import (
+    Count,
+    CountOrOff,
+    EngineConfig,
+    Finite,
+    SamplingConfig,
+    WorldConfig,
+)
 from uni_agent.recipes.world import load_tasks, open_runner
 from uni_agent.render import load_renderer
 from uni_agent.rollout import (
@@ -43,21 +52,31 @@ class Config(BaseConfig):
     """Chat format; "" reads it from the model folder."""
     world: WorldConfig = WorldConfig()
     sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
     tasks: str = "test"
     """A .jsonl or .parquet file, or a split of the environment's own task set."""
-    num_tasks: int = 200
+    num_tasks: CountOrOff = 200
     """How many; 0 takes a whole file."""
-    num_attempts: int = 1
+    num_attempts: Count = 1
     """Episodes per task."""
-    pass_at: tuple[int, ...] = (1,)
+    pass_at: tuple[Count, ...] = (1,)
     """The k of pass@k; each at most num_attempts."""
-    success_at: float = 1.0
+    success_at: Finite = 1.0
     """An episode is a success from this reward on."""
     seed: int = 0
     run: str = ""
     """Name of the run directory; "" derives one."""
     runs: str = "runs"
     """Where run directories are made."""
+
+    @model_validator(mode="after")
+    def _enough_attempts(self) -> Config:
+        if max(self.pass_at, default=1) > self.num_attempts:
+            raise ValueError(
+                f"pass_at asks for pass@{max(self.pass_at)} with num_attempts {self.num_attempts}; "
+                "no unbiased estimate exists for more than there are"
+            )
+        return self
 
 
 @asynccontextmanager
@@ -73,7 +92,9 @@ async def open_policy(config: Config) -> AsyncGenerator[MakePolicy]:
         return
     model = HFAutoModel.from_pretrained(config.model)
     renderer = load_renderer(config.model, name=config.renderer or None)
-    engine = LocalEngine(model.module, context_size=model.context_size, decode=renderer.decode)
+    engine = make_engine(
+        config.engine, model, renderer, max_running=config.world.concurrency, seed=config.seed
+    )
     try:
         yield ScribeFactory(engine, renderer, sampling)
     finally:
@@ -115,4 +136,5 @@ async def _run(config: Config) -> Mapping[str, object]:
         live.table([{"figure": name, "value": value} for name, value in figures.items()])
         summary = {**figures, "seconds": time.perf_counter() - began, "run": str(record.path)}
         record.write_summary(summary)
+        require_scored(episodes)
     return summary

@@ -13,10 +13,23 @@ from functools import partial
 from typing import Literal
 
 from uni_agent.algos.advantages import group_counts, grpo_turns
+from uni_agent.algos.checks import check_kl
 from uni_agent.algos.losses import policy_clip
 from uni_agent.config import BaseConfig
 from uni_agent.recipes.interrupt import run_blocking
-from uni_agent.recipes.sections import HeldOutConfig, OptimizerConfig, RunConfig, SamplingConfig, WorldConfig
+from uni_agent.recipes.sections import (
+    Count,
+    CountOrOff,
+    EngineConfig,
+    Factor,
+    Finite,
+    HeldOutConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    Share,
+    WorldConfig,
+)
 from uni_agent.recipes.session import open_session, plan_of
 from uni_agent.rollout import rollout_metrics
 from uni_agent.train.batch import items, make_batch, minibatches
@@ -31,40 +44,41 @@ class Config(BaseConfig):
     """Chat format; "" reads it from the model folder."""
     world: WorldConfig = WorldConfig()
     sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     held_out: HeldOutConfig = HeldOutConfig()
     run: RunConfig = RunConfig()
     tasks: str = "train"
     """A .jsonl or .parquet file, or a split of the environment's own task set."""
-    num_tasks: int = 1000
+    num_tasks: CountOrOff = 1000
     """How many tasks; 0 takes a whole file. They are reshuffled each epoch."""
-    steps: int = 100
+    steps: Count = 100
     """Batches of groups."""
-    max_seconds: float = 0.0
+    max_seconds: Factor = 0.0
     """Wall-clock seconds of training after which it ends early; 0 sets no limit."""
-    group_size: int = 8
+    group_size: Count = 8
     """Episodes per task, compared with each other."""
-    groups_per_step: int = 16
+    groups_per_step: Count = 16
     """Tasks per step."""
-    minibatch: int = 0
+    minibatch: CountOrOff = 0
     """Trajectories per optimizer update; 0 makes one update per step."""
-    max_staleness: int = 0
+    max_staleness: CountOrOff = 0
     """Steps that sampling may run ahead of training; 0 is on-policy."""
-    turn_discount: float = 1.0
+    turn_discount: Share = 1.0
     """Per turn: how much of a later turn's reward an earlier turn is credited with."""
     turn_baseline: Literal["group", "turn"] = "turn"
     """Compare a turn with all turns of its group, or with those of the same number."""
-    negative_scale: float = 1.0
+    negative_scale: Factor = 1.0
     """On negative advantages; below 1, larger learning rates stay stable."""
     normalize_std: bool = True
     """Divide advantages by the group's deviation."""
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Factor = 0.2
     """The ratio is clipped above 1 + clip_high."""
-    kl_coef: float = 0.0
+    kl_coef: Factor = 0.0
     """Of the KL to the starting policy, in the loss; 0 keeps no reference."""
-    entropy_coef: float = 0.0
+    entropy_coef: Finite = 0.0
     """Of the entropy bonus."""
     seed: int = 0
     """Everything random derives from it."""
@@ -83,6 +97,7 @@ def run(config: Config) -> Mapping[str, object]:
 
 
 async def _run(config: Config) -> Mapping[str, object]:
+    check_kl(config.kl_coef, in_reward=False, in_loss=True)
     loss = partial(
         policy_clip,
         clip_low=config.clip_low,

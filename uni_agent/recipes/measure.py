@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from uni_agent.algos.evaluation import Interval, clustered_interval, pass_at_k, wilson_interval
 from uni_agent.envs import TaskSet
+from uni_agent.errors import RunError
 from uni_agent.rollout import EpisodeRunner, run_many
 from uni_agent.track import LiveConsole
 from uni_agent.types import Episode
@@ -52,6 +53,17 @@ def report(episodes: Sequence[Episode], *, success_at: float = 1.0, ks: Sequence
         num_episodes=len(episodes),
         num_unscored=len(episodes) - len(scored),
     )
+
+
+def require_scored(episodes: Sequence[Episode]) -> None:
+    """Raise RunError when not one episode has a reward: nothing was measured."""
+    if all(episode.reward is None for episode in episodes):
+        first = episodes[0]
+        reason = (first.error or first.reward_reason or "no reason given").partition("\n")[0]
+        raise RunError(
+            f"none of {len(episodes)} episodes could be scored; the first, {first.id}, ended {first.end}: "
+            f"{reason}"
+        )
 
 
 async def attempt(

@@ -12,10 +12,23 @@ from collections.abc import Mapping
 from functools import partial
 
 from uni_agent.algos.advantages import gae, group_counts
+from uni_agent.algos.checks import check_kl
 from uni_agent.algos.losses import combine, policy_clip, value_clip
 from uni_agent.config import BaseConfig
 from uni_agent.recipes.interrupt import run_blocking
-from uni_agent.recipes.sections import HeldOutConfig, OptimizerConfig, RunConfig, SamplingConfig, WorldConfig
+from uni_agent.recipes.sections import (
+    Count,
+    CountOrOff,
+    EngineConfig,
+    Factor,
+    Finite,
+    HeldOutConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    Share,
+    WorldConfig,
+)
 from uni_agent.recipes.session import open_session, plan_of
 from uni_agent.rollout import rollout_metrics
 from uni_agent.train.batch import items, make_batch, minibatches
@@ -31,40 +44,41 @@ class Config(BaseConfig):
     """Chat format; "" reads it from the model folder."""
     world: WorldConfig = WorldConfig()
     sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     held_out: HeldOutConfig = HeldOutConfig()
     run: RunConfig = RunConfig()
     tasks: str = "train"
     """A .jsonl or .parquet file, or a split of the environment's own task set."""
-    num_tasks: int = 1000
+    num_tasks: CountOrOff = 1000
     """How many tasks; 0 takes a whole file. They are reshuffled each epoch."""
-    steps: int = 100
+    steps: Count = 100
     """Batches of groups."""
-    max_seconds: float = 0.0
+    max_seconds: Factor = 0.0
     """Wall-clock seconds of training after which it ends early; 0 sets no limit."""
-    group_size: int = 1
+    group_size: Count = 1
     """Episodes per task."""
-    groups_per_step: int = 128
+    groups_per_step: Count = 128
     """Tasks per step."""
-    epochs: int = 2
+    epochs: Count = 2
     """Passes over the episodes of a step."""
-    minibatch: int = 64
+    minibatch: Count = 64
     """Trajectories per optimizer update."""
-    max_staleness: int = 0
+    max_staleness: CountOrOff = 0
     """Steps that sampling may run ahead of training; 0 is on-policy."""
-    discount: float = 1.0
+    discount: Share = 1.0
     """Of rewards, per turn."""
-    lam: float = 0.95
+    lam: Share = 0.95
     """GAE's lambda, per turn."""
-    value_coef: float = 0.5
+    value_coef: Factor = 0.5
     """Of the value loss."""
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Factor = 0.2
     """The ratio is clipped above 1 + clip_high."""
-    kl_coef: float = 0.0
+    kl_coef: Factor = 0.0
     """Of the KL to the starting policy, in the reward; 0 keeps no reference."""
-    entropy_coef: float = 0.0
+    entropy_coef: Finite = 0.0
     """Of the entropy bonus."""
     seed: int = 0
     """Everything random derives from it."""
@@ -83,6 +97,7 @@ def run(config: Config) -> Mapping[str, object]:
 
 
 async def _run(config: Config) -> Mapping[str, object]:
+    check_kl(config.kl_coef, in_reward=True, in_loss=False)
     policy_loss = partial(
         policy_clip,
         clip_low=config.clip_low,

@@ -12,6 +12,7 @@ from pathlib import Path
 from uni_agent.recipes import evaluate
 from uni_agent.recipes.interrupt import run_blocking
 from uni_agent.recipes.measure import running_mean
+from uni_agent.recipes.sections import CountOrOff
 from uni_agent.recipes.world import load_tasks, open_runner
 from uni_agent.rollout import EpisodeStore, rollout_metrics, run_many
 from uni_agent.track import LiveConsole, Run
@@ -22,7 +23,7 @@ class Config(evaluate.Config):
 
     tasks: str = "train"
     """A .jsonl or .parquet file, or a split of the environment's own task set."""
-    num_episodes: int = 0
+    num_episodes: CountOrOff = 0
     """In all, spread evenly over the tasks; 0 runs `num_attempts` per task."""
 
 

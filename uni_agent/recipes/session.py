@@ -5,6 +5,7 @@ recipe does between two steps (save, evaluate, show, stop). The algorithm itself
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
@@ -17,14 +18,22 @@ from uni_agent.engines.local import LocalEngine
 from uni_agent.envs import EnvRegistry, TaskSet
 from uni_agent.models import HFAutoModel, LoRA, count_parameters
 from uni_agent.protocols import Loss, TokenScores
+from uni_agent.recipes.engine import make_engine
 from uni_agent.recipes.interrupt import Interrupt, Interrupted, interruptible, resume_hint
 from uni_agent.recipes.measure import Report, attempt, held_out_figures, report, running_mean
-from uni_agent.recipes.sections import HeldOutConfig, OptimizerConfig, RunConfig, SamplingConfig, WorldConfig
+from uni_agent.recipes.sections import (
+    EngineConfig,
+    HeldOutConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    WorldConfig,
+)
 from uni_agent.recipes.world import known_env, load_tasks, open_runner
 from uni_agent.render import load_renderer
 from uni_agent.rollout import EpisodeRunner, EpisodeStore, GroupPool, ScribeFactory, StepFailed
 from uni_agent.track import LiveConsole, Run
-from uni_agent.train.checkpoint import Checkpoint, Checkpoints
+from uni_agent.train.checkpoint import Checkpoints
 from uni_agent.train.critic import TrunkCritic
 from uni_agent.train.learner import LearnerConfig, TorchLearner
 from uni_agent.types import Batch, Group, Weights
@@ -37,6 +46,7 @@ class TrainingConfig(Protocol):
     renderer: str
     world: WorldConfig
     sampling: SamplingConfig
+    engine: EngineConfig
     optimizer: OptimizerConfig
     held_out: HeldOutConfig
     run: RunConfig
@@ -138,9 +148,18 @@ class Session:
         return [[[next(scores) for _ in e.trajectories] for e in group.episodes] for group in groups]
 
     async def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """One optimizer step, outside the event loop."""
+        """One optimizer step, outside the event loop.
+
+        The first one of a step sees the policy that sampled: there, the distance between the learner's
+        logprobs and the recorded ones is the engine's, `engine/logprob_gap` (mean) and its maximum.
+        """
+        first = "update" not in self._spent
         with self._timed("update"):
-            return dict(await asyncio.to_thread(self.learner.step, batch, loss))
+            metrics = dict(await asyncio.to_thread(self.learner.step, batch, loss))
+        if first and "train/logprob_gap" in metrics:
+            metrics["engine/logprob_gap"] = metrics["train/logprob_gap"]
+            metrics["engine/logprob_gap_max"] = metrics["train/logprob_gap_max"]
+        return metrics
 
     async def publish(self, pool: GroupPool) -> None:
         """Make the new weights live and let the pool admit the next groups."""
@@ -180,7 +199,8 @@ class Session:
                 self.step, {f"eval/{name}/success": success.mean, f"eval/{name}/first_turn": first.mean}
             )
         main = next(iter(found.values()), None)
-        if main is not None and when != "before":
+        # An evaluation in which no episode could be scored says nothing about what is best.
+        if main is not None and when != "before" and not math.isnan(main.success.mean):
             self.checkpoints.save_best(self.step, self.learner.save, self._state(), score=main.success.mean)
         return found
 
@@ -247,13 +267,8 @@ async def open_session(
         critic=TrunkCritic(model) if critic else None,
     )
     root, name = config.run.path_of(config.resume)
-    engine = LocalEngine(
-        model.module,
-        context_size=model.context_size,
-        max_running=config.world.concurrency,
-        decode=renderer.decode,
-        seed=config.seed,
-        chunk_interval_s=None,
+    engine = make_engine(
+        config.engine, model, renderer, max_running=config.world.concurrency, seed=config.seed
     )
     try:
         with (
@@ -300,6 +315,7 @@ def plan_of(config: TrainingConfig) -> Mapping[str, object]:
     episodes = config.group_size * config.groups_per_step
     turns = config.world.max_turns or EnvRegistry.spec(known_env(config.world.env)).max_steps or 1
     parameters = count_parameters(config.model)
+    copy = 2 if config.engine.dtype == "bfloat16" else 4
     trained = parameters * (0.02 if config.optimizer.lora_rank else 1.0)
     return {
         "tasks": len(tasks),
@@ -308,8 +324,8 @@ def plan_of(config: TrainingConfig) -> Mapping[str, object]:
         "episodes": episodes * config.steps,
         "sampled_tokens_at_most": episodes * config.steps * turns * config.sampling.max_tokens,
         "parameters": parameters,
-        # float32 weights once (engine and learner share them), gradients and two moments of what trains
-        "memory_bytes": round(4 * parameters + 12 * trained),
+        # float32 weights and the engine's copy, gradients and two moments of what trains
+        "memory_bytes": round((4 + copy) * parameters + 12 * trained),
     }
 
 
@@ -326,10 +342,7 @@ def _held_out(config: TrainingConfig) -> dict[str, TaskSet]:
 
 
 async def _restore(session: Session) -> None:
-    found: Checkpoint | None = session.checkpoints.latest()
-    if found is None:
-        session.live.note("no checkpoint was finished; the run begins at step 0")
-        return
+    found = session.checkpoints.resumed()
     session.learner.load(found.learner)
     session.step = int(found.state["step"])
     session.position = int(found.state["position"])

@@ -22,7 +22,7 @@ from uni_agent.errors import TaskFileError, UniAgentError
 from uni_agent.models import HFAutoModel, LoRA
 from uni_agent.protocols import Renderer
 from uni_agent.recipes.interrupt import Interrupted, interruptible, resume_hint
-from uni_agent.recipes.sections import OptimizerConfig, RunConfig
+from uni_agent.recipes.sections import Count, CountOrOff, Factor, OptimizerConfig, RunConfig
 from uni_agent.render import dialogue_from_json, load_renderer, tool_from_json, truncate
 from uni_agent.track import LiveConsole, Run
 from uni_agent.train.batch import Item, make_batch
@@ -43,13 +43,13 @@ class Config(BaseConfig):
     """A .jsonl file of conversations."""
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the file."""
-    batch: int = 32
+    batch: Count = 32
     """Conversations per optimizer step; the last step of an epoch may be smaller."""
-    max_length: int = 0
+    max_length: CountOrOff = 0
     """Tokens after which a conversation is cut; 0 takes the model's context."""
-    max_seconds: float = 0.0
+    max_seconds: Factor = 0.0
     """Wall-clock seconds after which training ends early; 0 sets no limit."""
     seed: int = 0
     """Of the order of the conversations."""
@@ -71,18 +71,18 @@ def read_conversations(path: Path, renderer: Renderer, max_length: int) -> list[
     if not path.is_file():
         raise TaskFileError(f"there is no file {path}; expected a .jsonl file of conversations")
     found: list[Item] = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # a text may hold U+2028
         if not line.strip():
             continue
         try:
-            body: dict[str, Any] = json.loads(line)
+            body: dict[str, Any] = json.loads(line.decode("utf-8-sig"))
             messages = dialogue_from_json(body["messages"])
             tools = [tool_from_json(tool) for tool in body.get("tools") or []]
             trained = [m["role"] == "assistant" and m.get("weight", 1) != 0 for m in body["messages"]]
             dialogue = renderer.render_dialogue(messages, tools)
             cut = truncate(dialogue, max_length) if max_length else dialogue
             found.append(demonstration(cut, messages, trained=trained, number=len(found)))
-        except (UniAgentError, ValueError, KeyError, TypeError) as error:
+        except (UniAgentError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise TaskFileError(f"{path}:{number}: {type(error).__name__}: {error}") from error
     if not found:
         raise TaskFileError(f"{path} has no conversations")
@@ -112,9 +112,10 @@ def run(config: Config) -> Mapping[str, object]:
         interruptible() as interrupt,
     ):
         checkpoints = Checkpoints(record.checkpoints_dir)
-        latest = checkpoints.latest() if config.resume else None
-        step = int(latest.state["step"]) if latest else 0
-        if latest:
+        step = 0
+        if config.resume:
+            latest = checkpoints.resumed()
+            step = int(latest.state["step"])
             learner.load(latest.learner)
         live.phase(f"Supervised training on {len(found)} conversations")
         began = time.perf_counter()

@@ -31,7 +31,7 @@ def load_tasks(world: WorldConfig, tasks: str, num_tasks: int, seed: int) -> Tas
     `num_tasks` 0 takes the whole file. Raises TaskFileError, UsageError.
     """
     env = known_env(world.env)
-    if tasks.endswith((".jsonl", ".json", ".parquet")):
+    if tasks.endswith((".jsonl", ".ndjson", ".json", ".parquet")):
         return EnvRegistry.load_tasks(env, Path(tasks), limit=num_tasks or None)
     if num_tasks < 1:
         raise UsageError(f"num_tasks is {num_tasks}; generated tasks (split {tasks!r}) need at least 1")

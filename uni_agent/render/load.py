@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from uni_agent.config.known_models import model_folder
 from uni_agent.errors import ModelError, UnknownNameError
 from uni_agent.protocols import Renderer
 from uni_agent.render.chatml import ChatMLRenderer
@@ -37,7 +38,7 @@ def load_renderer(
     it again. Raises ModelError (no folder, no tokenizer, no chat template, no name) and
     UnknownNameError.
     """
-    folder = Path(path)
+    folder = model_folder(path)
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist; give the path of a folder on this machine")
     name = name or read_renderer_name(folder)

@@ -12,24 +12,16 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, SupportsFloat, cast, runtime_checkable
+from typing import cast
 
 from uni_agent.errors import RewardError, UniAgentError, UsageError
 from uni_agent.protocols import Reward, RewardContext, Scores
-from uni_agent.types import Episode
+from uni_agent.types import Episode, plain_number
 
 RewardFunction = Callable[[Episode], object]
 """fn(episode) -> a number, a dict of named numbers, Scores, None (not scored), or one of these awaited."""
 
 _THREADS_PER_REWARD = 32
-
-
-@runtime_checkable
-class _Shaped(Protocol):
-    """A numpy or torch value."""
-
-    @property
-    def shape(self) -> object: ...
 
 
 def reward_from_function(fn: RewardFunction, name: str) -> Reward:
@@ -86,7 +78,7 @@ def scores_from(result: object, name: str, where: str) -> Scores:
     for key, raw in cast("Mapping[object, object]", result).items():
         if not isinstance(key, str):
             raise RewardError(f"{where} returned a value named {key!r}; names must be text")
-        number = as_number(raw, where if key == name else f"{where}, value {key!r},")
+        number = plain_number(raw, where if key == name else f"{where}, value {key!r},")
         if number is None:
             return Scores(invalid=f"{where} gave {'NaN' if raw is not None else 'None'} for {key!r}")
         values[key] = number
@@ -102,39 +94,13 @@ def _checked(scores: Scores, where: str) -> Scores:
         return values
     turns: dict[str, list[float]] = {}
     for key, sequence in scores.turns.items():
-        numbers = [as_number(raw, f"{where}, turns {key!r},") for raw in sequence]
+        numbers = [plain_number(raw, f"{where}, turns {key!r},") for raw in sequence]
         turns[key] = [number for number in numbers if number is not None]
         if len(turns[key]) < len(numbers):
             return Scores(invalid=f"{where} gave None or NaN for a turn in {key!r}")
     if len({len(sequence) for sequence in turns.values()}) > 1:
         raise RewardError(f"{where} returned turns of different lengths; give each name one value per turn")
     return Scores(values.values, turns)
-
-
-def as_number(value: object, where: str) -> float | None:
-    """A plain float from a number-like value; None from None and NaN. Raises RewardError otherwise."""
-    if value is None:
-        return None
-    number = _to_float(value)
-    if number is None:
-        text = " ".join(repr(value).split())
-        raise RewardError(
-            f"{where} returned {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}; "
-            "expected one number, or None for not scored"
-        )
-    if math.isinf(number):
-        raise RewardError(f"{where} returned {number}; expected a finite number, or None for not scored")
-    return None if math.isnan(number) else number
-
-
-def _to_float(value: object) -> float | None:
-    """Read a number or a numpy or torch scalar; None for text, arrays and everything else."""
-    if isinstance(value, str | bytes) or (isinstance(value, _Shaped) and value.shape != ()):
-        return None
-    try:
-        return float(value) if isinstance(value, SupportsFloat) else None
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
 
 
 def weighted(rewards: Mapping[str, tuple[Reward, float]]) -> Reward:

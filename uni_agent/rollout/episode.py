@@ -25,7 +25,7 @@ from uni_agent.errors import (
     ToolError,
 )
 from uni_agent.protocols import Agent, Environment, Reward, RewardContext, Sandbox, StepResult
-from uni_agent.rollout.scoring import finite, score
+from uni_agent.rollout.scoring import end_of_failure, finite, score
 from uni_agent.rollout.scribe import MakePolicy, RecordingPolicy, TokenBudgetSpent
 from uni_agent.types import TRAINING_POLICY, EndReason, Episode, Message, Task, ToolResult, Turn
 
@@ -37,6 +37,8 @@ UNSCORED_ENDS: frozenset[EndReason] = frozenset[EndReason]((*_BROKEN, "cancelled
 """Ends that are not the agent's doing: no reward is asked for."""
 ERROR_ENDS: frozenset[EndReason] = frozenset[EndReason]((*_BROKEN, "reward_error"))
 """Ends that say that something broke."""
+_FAILURES = (Exception, SystemExit)
+"""What an agent, a world or a reward may raise; `sys.exit` in one of them must not end the run."""
 _TYPED_ERRORS: tuple[tuple[type[BaseException], EndReason], ...] = (
     (TokenBudgetSpent, "max_tokens"),
     (ContextFull, "context_full"),
@@ -67,7 +69,7 @@ class _World:
         self._policy = policy
         self._closed = False
         self.resetting = False
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.artifacts: dict[str, bytes] = {}
         self.metrics: dict[str, float] = {}
 
@@ -75,7 +77,7 @@ class _World:
         self.resetting = True
         try:
             messages = await self._env.reset(task)
-        except Exception as error:
+        except _FAILURES as error:
             self.failure = error
             raise
         self.resetting = False
@@ -87,7 +89,7 @@ class _World:
             reward = None if result.reward is None else finite(result.reward, "the step reward")
         except BaseException as error:
             self._policy.record(tool_results, None)
-            if isinstance(error, Exception):
+            if isinstance(error, _FAILURES):
                 self.failure = error
             raise
         self._policy.record(tool_results, reward)
@@ -117,8 +119,8 @@ class EpisodeRunner:
 
     Without `reward`, the reward is the sum of the environment's step rewards. `timeout_s` bounds the
     play, and the reward once more. `fail_fast` raises RunError for the first episode that ends in an
-    error instead of recording it. `on_cancelled` is handed the record of an episode that was
-    cancelled from outside, before the cancellation goes on.
+    error, or whose prompt does not fit, instead of recording it. `on_cancelled` is handed the record of
+    an episode that was cancelled from outside, before the cancellation goes on.
     """
 
     agent: Agent
@@ -143,7 +145,7 @@ class EpisodeRunner:
         close_errors = 0
         try:
             world = _World(self.make_env(), policy)
-        except Exception as error:
+        except _FAILURES as error:
             outcome = _Outcome("env_error", error)
         else:
             outcome = await self._play(task, world, policy)
@@ -172,7 +174,7 @@ class EpisodeRunner:
                 reason: str = await self.agent.run(task, world, policy)
         except asyncio.CancelledError as error:
             return _Outcome("cancelled", error)
-        except Exception as error:
+        except _FAILURES as error:
             if not clock.expired():
                 return _Outcome(_end_of(error, world), error)
         else:
@@ -211,12 +213,15 @@ class EpisodeRunner:
                     episode = await score(episode, self.reward, self.reward_context)
             except asyncio.CancelledError as cancelled:
                 return self._cancelled(replace(episode, end="cancelled"), cancelled)
-            except Exception as raised:
+            except _FAILURES as raised:
                 error = raised
-                text = _error_text(_Outcome("reward_error", raised))
+                end = end_of_failure(raised)
                 reason = f"the reward raised {_summary(raised)}"
-                episode = replace(episode, end="reward_error", error=text, reward_reason=reason)
-        if episode.end in ERROR_ENDS:
+                episode = replace(
+                    episode, end=end, error=_error_text(_Outcome(end, raised)), reward_reason=reason
+                )
+        never_began = episode.end == "context_full" and episode.num_turns == 0
+        if episode.end in ERROR_ENDS or never_began:
             first_line = (episode.error or "").partition("\n")[0]
             if self.fail_fast:
                 raise RunError(f"episode {episode.id} ended {episode.end}: {first_line}") from error
@@ -239,14 +244,17 @@ async def _closed(close: Callable[[], Awaitable[None]], what: str, episode: str)
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await close()
-    except Exception as error:
+    except _FAILURES as error:
         log.warning("closing the %s of episode %s failed: %s", what, episode, _summary(error))
         return 1
     return 0
 
 
 def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the exception's class may be anybody's
+        return f"{type(error).__name__} (its text cannot be read)"
 
 
 def _error_text(outcome: _Outcome) -> str | None:

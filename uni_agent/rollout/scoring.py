@@ -5,43 +5,29 @@ An Episode that was played goes in, the same Episode with its rewards goes out. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import SupportsFloat, cast
 
-import numpy as np
-
-from uni_agent.errors import RewardError
+from uni_agent.errors import EngineError, RewardError, SandboxError
 from uni_agent.protocols import Reward, RewardContext, Scores
-from uni_agent.types import Episode
-
-
-def number(value: object, what: str) -> float | None:
-    """A plain float from a number-like scalar (bool, numpy, torch); None for None and NaN.
-
-    Raises RewardError for anything else, infinities included.
-    """
-    if value is None:
-        return None
-    plain = value if isinstance(value, float) else _plain(value, what)  # nearly always a float
-    if math.isinf(plain):
-        raise RewardError(f"{what} is {plain}; expected a finite number or None")
-    return None if math.isnan(plain) else float(plain)
-
-
-def _plain(value: object, what: str) -> float:
-    if not isinstance(value, SupportsFloat) or np.ndim(cast("float", value)) != 0:
-        raise RewardError(f"{what} is {value!r} of type {type(value).__name__}; expected a number or None")
-    return float(value)
+from uni_agent.types import EndReason, Episode, plain_number
 
 
 def finite(value: object, what: str) -> float:
-    """As `number`, but None and NaN are refused as well. Raises RewardError."""
-    plain = number(value, what)
+    """As `plain_number`, but None and NaN are refused as well. Raises RewardError."""
+    plain = plain_number(value, what)
     if plain is None:
         raise RewardError(f"{what} is {value!r}; expected a finite number")
     return plain
+
+
+def end_of_failure(error: BaseException) -> EndReason:
+    """How an episode ends whose reward raised: what broke beneath it is retried, its own fault is not."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, SandboxError):
+        return "sandbox_error"
+    return "engine_error" if isinstance(error, EngineError) else "reward_error"
 
 
 async def score(episode: Episode, reward: Reward | None, context: RewardContext) -> Episode:
@@ -59,7 +45,7 @@ async def score(episode: Episode, reward: Reward | None, context: RewardContext)
         return replace(episode, reward_reason=scores.invalid)
     named: dict[str, float] = {}
     for name, value in scores.values.items():
-        plain = number(value, f"score {name!r} of episode {episode.id}")
+        plain = plain_number(value, f"score {name!r} of episode {episode.id}")
         if plain is None:
             return replace(episode, reward_reason=f"score {name!r} is {value}, not a number")
         named[name] = plain

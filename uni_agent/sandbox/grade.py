@@ -83,8 +83,9 @@ def check_tests(tests: Sequence[str], where: str) -> None:
     for number, test in enumerate(tests, 1):
         try:
             _parse(test)
-        except (SyntaxError, ValueError) as error:
-            raise TaskFileError(f"{where}: test {number} {cut(test)!r} is not Python: {error}") from error
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # the last two: nesting
+            reason = str(error) or "it is nested too deeply"
+            raise TaskFileError(f"{where}: test {number} {cut(test)!r} is not Python: {reason}") from error
 
 
 async def run_tests(

@@ -101,7 +101,7 @@ def run() -> None:
         code = compile(program, "program.py", "exec", dont_inherit=True)
     except BaseException as error:
         line = error.lineno if isinstance(error, SyntaxError) else 0
-        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        text = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
         report(-1, {"unparsed": text, "line": line or 0})
         leave(0)
     try:

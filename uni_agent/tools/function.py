@@ -154,7 +154,7 @@ async def _in_thread(function: Function, values: Mapping[str, Any]) -> object:
     future: asyncio.Future[object] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(value: object, error: BaseException | None) -> None:
+    def settle(value: object, error: Exception | None) -> None:
         if future.done():
             return
         if error is not None:
@@ -164,13 +164,15 @@ async def _in_thread(function: Function, values: Mapping[str, Any]) -> object:
 
     def work() -> None:
         value: object = None
-        failed: BaseException | None = None
+        failed: Exception | None = None
         try:
             value = context.run(lambda: function(**values))
-        except StopIteration as error:  # a future cannot carry it
-            failed = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:
-            failed = error
+        except Exception as error:
+            # a future cannot carry StopIteration
+            stopped = isinstance(error, StopIteration)
+            failed = RuntimeError(f"StopIteration: {error}") if stopped else error
+        except BaseException as error:  # SystemExit, say: it would end the loop that waits, and the run
+            failed = RuntimeError(f"{type(error).__name__}: {error}")
         try:
             loop.call_soon_threadsafe(settle, value, failed)
         except RuntimeError:

@@ -63,7 +63,9 @@ class Toolbox:
             else:
                 result = await self._answer(call)
             wall_s = time.monotonic() - started
-            results.append(replace(result, call_id=call.id, name=call.name, wall_s=wall_s))
+            # No tokenizer takes lone surrogates, which JSON can write and a program can print.
+            content = result.content.encode("utf-8", "replace").decode()
+            results.append(replace(result, call_id=call.id, name=call.name, content=content, wall_s=wall_s))
         return tuple(results)
 
     async def _answer(self, call: ToolCall) -> ToolResult:
@@ -90,11 +92,16 @@ class Toolbox:
             return ToolResult("", call.name, str(refusal), failure="expected")
         except (SandboxError, ToolError):
             raise
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return _abnormal(call, _one_line(call.name, error))  # something of the tool's own was cancelled
         except TimeoutError as error:
             if clock.expired():
                 return _abnormal(call, f"{call.name} timed out after {tool.timeout_s:g} s")
             return _abnormal(call, _one_line(call.name, error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _log.debug("tool %s of task %s failed", call.name, self._context.task.id, exc_info=True)
             return _abnormal(call, _one_line(call.name, error))
 
@@ -157,5 +164,8 @@ def _abnormal(call: ToolCall, text: str) -> ToolResult:
 
 
 def _one_line(name: str, error: BaseException) -> str:
-    text = " ".join(str(error).split())[:_MAX_MESSAGE]
+    try:
+        text = " ".join(str(error).split())[:_MAX_MESSAGE]
+    except Exception:  # the exception's class is the tool's own
+        text = ""
     return f"{name} failed: {type(error).__name__}" + (f": {text}" if text else "")

@@ -6,7 +6,7 @@ reads. This room must not know engines or learners, and has no numbers of its ow
 
 from uni_agent.track.jsonl import JsonlWriter, Records, read_jsonl
 from uni_agent.track.live import LiveConsole
-from uni_agent.track.run import Metrics, Run, read_metrics
+from uni_agent.track.run import Metrics, Run, plain_json, read_metrics
 from uni_agent.track.sinks import GuardedSink, Sink, TensorboardSink, WandbSink
 from uni_agent.track.text import clean_text
 
@@ -21,6 +21,7 @@ __all__ = [
     "TensorboardSink",
     "WandbSink",
     "clean_text",
+    "plain_json",
     "read_jsonl",
     "read_metrics",
 ]

@@ -75,7 +75,10 @@ class Run:
         """
         for tracker in trackers:
             check_tracker(tracker)
-        path = _resumed(root, name) if resume else _fresh(root, name, recipe)
+        try:
+            path = _resumed(root, name) if resume else _fresh(root, name, recipe)
+        except OSError as error:
+            raise UsageError(f"no run directory can be made in {root}: {error.strerror}") from error
         _save_config(path, to_toml(config))
         return cls(path, [open_tracker(tracker, path) for tracker in trackers])
 
@@ -152,7 +155,7 @@ class Run:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json` whole or not at all; what is not finite becomes null."""
-        text = json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(plain_json(summary), indent=2, allow_nan=False) + "\n"
         _write_atomically(self.path / "summary.json", text)
 
     def close(self) -> None:
@@ -244,12 +247,12 @@ def _write_atomically(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def _finite(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """The value as JSON can hold it: numbers that are not finite are null, paths are strings."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(below) for key, below in value.items()}
+        return {str(key): plain_json(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(below) for below in value]
+        return [plain_json(below) for below in value]
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, Path):

@@ -224,11 +224,13 @@ def _check(item: Item, mask: BoolArray) -> None:
     who = f"a trajectory of agent {item.trajectory.agent!r} (episode number {item.episode} of the batch)"
     for index, turn in enumerate(item.trajectory.turns):
         sampling = turn.sampling
-        if sampling.temperature <= 0 or sampling.top_p < 1 or sampling.top_k > 0:
+        truncated = sampling.top_p < 1 or sampling.top_k > 0
+        if sampling.temperature <= 0 or truncated or sampling.logit_bias:
             raise UsageError(
                 f"turn {index} of {who} was sampled with temperature {sampling.temperature}, top_p "
-                f"{sampling.top_p}, top_k {sampling.top_k}; training needs temperature above 0, top_p 1, "
-                "top_k 0: sample the training episodes so, and keep the others for evaluation"
+                f"{sampling.top_p}, top_k {sampling.top_k}, {len(sampling.logit_bias)} logit biases; "
+                "training needs temperature above 0, top_p 1, top_k 0 and no bias: sample the training "
+                "episodes so, and keep the others for evaluation"
             )
     numbers = {"advantages": item.credit.advantages, "returns": item.credit.returns}
     if item.score is not None:

@@ -98,6 +98,16 @@ class Checkpoints:
             )
         return None
 
+    def resumed(self) -> Checkpoint:
+        """As `latest`, for a run that is to go on: none at all is a CheckpointError too, not step 0."""
+        found = self.latest()
+        if found is None:
+            raise CheckpointError(
+                f"{self.path} holds no finished checkpoint, so there is nothing to go on from; begin a new "
+                "run, under another name"
+            )
+        return found
+
     def read(self, step: int) -> Checkpoint:
         """Check one checkpoint, file by file. Raises CheckpointError."""
         return _read(self.path / f"{_PREFIX}{step}", step)

@@ -1,41 +1,49 @@
 """The local engine: continuous batching on torch, in this process, on the learner's own parameters.
 
 Token ids in; ids, logprobs and versions out. One thread of its own does the work
-(`local_loop.EngineLoop`), so no event loop is ever blocked, and any event loop may ask.
+(`loop.EngineLoop`), so no event loop is ever blocked, and any event loop may ask.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import weakref
 from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
+import torch
 from torch import nn
 
-from uni_agent.engines.local_decoder import Decoder
-from uni_agent.engines.local_loop import EngineLoop
-from uni_agent.engines.local_request import Request
-from uni_agent.engines.local_slots import Slots
-from uni_agent.engines.local_stop import Decode, StopMatcher
+from uni_agent.engines.local.choice import EngineShape, choose
+from uni_agent.engines.local.loop import EngineLoop
+from uni_agent.engines.local.request import Request
+from uni_agent.engines.local.stop import Decode, StopMatcher
 from uni_agent.errors import EngineError
 from uni_agent.types import Chunk, Completion, Sampling, Weights, derive_seed
 
 
 class LocalEngine:
-    """Samples from a Llama-shaped Hugging Face causal LM; satisfies `protocols.Engine`.
+    """Samples from a Hugging Face causal LM; satisfies `protocols.Engine`.
 
-    `module` is read, never copied: it may be the one that the learner trains (plain or PEFT LoRA,
-    whose sum W + BA is what samples). A learner that steps in place calls `pause`, steps,
-    `load_weights(Weights(version, module))`, `resume`. It lives on the module's device, in its dtype.
+    `module` may be the one that the learner trains (plain or PEFT LoRA, whose sum W + BA is what
+    samples), of any type: dense families take the fast path of `dense`, others their own forward
+    (`module`, `recurrent`). The engine holds what it derives from the parameters: a learner
+    that steps in place calls `pause`, steps, `load_weights(Weights(version, module))`, `resume`. It lives
+    on the module's device and computes in `dtype` (None: the module's).
 
-    `max_running` requests decode together; `cache_slots` (None: as many) also hold idle sessions'
-    caches, each of layers * 2 * kv_heads * head_dim values a token. `decode` turns token
-    ids into text and is needed for stop strings. `seed` feeds requests that bring none.
-    `chunk_interval_s` is how often a running request yields a chunk: 0 after each iteration, None
-    never (only the Completion comes). `prefill_tokens` is about how many prompt tokens are computed
-    between two decode iterations. Raises ModelError for a model that cannot run here.
+    `max_running` requests run together. Keys and values take at most `cache_bytes`, in blocks that a
+    group's prompt and an episode's turns share; None is what `max_running` full contexts need, at most
+    4 GiB and a quarter of the free memory. When they run out, idle prefixes go first, then requests wait,
+    then the latest is put back and computed again later. `decode` turns token ids into text and is needed
+    for stop strings. `seed` feeds requests that bring none. `chunk_interval_s` is how often a running
+    request yields a chunk: 0 after each iteration, None never (only the Completion comes).
+    `prefill_tokens` is how many prompt tokens are computed between two decode iterations at most.
+    `batch_invariant`: a request with a seed gives the same bits alone or beside others, with or without
+    cached prefixes; slower. `native` kernels: None takes them where they can be had, False never.
+
+    Raises ModelError for a model that cannot run here, EngineError for a setting that makes no sense.
     """
 
     def __init__(
@@ -43,39 +51,41 @@ class LocalEngine:
         module: nn.Module,
         *,
         context_size: int,
+        dtype: torch.dtype | None = None,
         max_running: int = 64,
-        cache_slots: int | None = None,
+        cache_bytes: int | None = None,
         decode: Decode | None = None,
         version: int = 0,
         seed: int = 0,
         chunk_interval_s: float | None = 0.1,
         prefill_tokens: int = 1024,
+        batch_invariant: bool = False,
+        native: bool | None = None,
     ) -> None:
-        slots = max_running if cache_slots is None else cache_slots
-        if max_running < 1 or slots < max_running:
-            raise EngineError(
-                f"max_running is {max_running} and cache_slots {slots}; expected 1 <= max_running "
-                "<= cache_slots"
-            )
+        if max_running < 1:
+            raise EngineError(f"max_running is {max_running}; expected 1 or more")
+        if prefill_tokens < 1:
+            raise EngineError(f"prefill_tokens is {prefill_tokens}; expected 1 or more")
         if context_size < 2:
             raise EngineError(
                 f"context_size is {context_size}; expected room for a prompt and a token, 2 or more"
             )
-        decoder = Decoder(module, context_size)
+        choice = choose(
+            module,
+            EngineShape(
+                context_size=context_size,
+                dtype=dtype,
+                max_running=max_running,
+                cache_bytes=cache_bytes,
+                prefill_tokens=prefill_tokens,
+                batch_invariant=batch_invariant,
+                native=native,
+            ),
+        )
         self._context_size, self._decode, self._seed = context_size, decode, seed
-        self._vocab_size = decoder.geometry.vocab_size
+        self._vocab_size = choice.vocab_size
         self._num_requests = 0
-        cache = Slots(
-            decoder.geometry, count=slots, context=context_size, dtype=decoder.dtype, device=decoder.device
-        )
-        self._loop = EngineLoop(
-            decoder,
-            cache,
-            max_running=max_running,
-            prefill_tokens=prefill_tokens,
-            chunk_interval_s=chunk_interval_s,
-            version=version,
-        )
+        self._loop = EngineLoop(choice.build, chunk_interval_s=chunk_interval_s, version=version)
         self._thread = threading.Thread(target=self._loop.run, name="local-engine", daemon=True)
         self._thread.start()
         # also at interpreter exit: a daemon thread inside torch must not outlive it
@@ -98,7 +108,7 @@ class LocalEngine:
 
         max_tokens is cut to what the context leaves. Finish is "stop" (a stop id or string, whose
         last token is kept), "length", or "cancelled" when `end_session` came meanwhile. Closing the
-        iterator frees the slot at the next iteration. Raises EngineError for a prompt that is
+        iterator frees its place at the next iteration. Raises EngineError for a prompt that is
         empty, too long or outside the vocabulary, and when the engine fails.
         """
         request = self._request(prompt_ids, sampling, session)
@@ -118,7 +128,7 @@ class LocalEngine:
     async def load_weights(self, weights: Weights, *, partial: bool = False) -> None:
         """Take new weights between two iterations, all or nothing.
 
-        `weights.location` is the module itself (then nothing is copied), another module, a dict of
+        `weights.location` is the module itself (then it is only read anew), another module, a dict of
         tensors, or a safetensors file or folder; what is not the module itself is copied into it.
         `partial` allows parameters to be missing. Running requests go on from their tokens under the
         new version, no cache of the old one is used again. Raises EngineError, and then neither
@@ -141,11 +151,15 @@ class LocalEngine:
     async def stats(self) -> dict[str, float]:
         """Metrics since the previous call.
 
-        tokens_per_s is sampled tokens per second of work (idle time not counted), reused_tokens
-        were in the session's own cache, copied_tokens in another slot's, running_mean is over
-        decode iterations; running and waiting are of this moment.
+        tokens_per_s is sampled tokens per second of work (idle time not counted), reused_tokens are
+        those of prompts that were in the cache already, copied_tokens those of them in blocks that had to
+        be copied; preempted counts requests that were put back, evicted blocks that were forgotten for
+        lack of room. running_mean is over decode iterations; running, waiting and cache_blocks_used (a
+        fraction; idle prefixes count) are of this moment.
         """
-        counters, running, waiting = await asyncio.wrap_future(self._loop.call(self._loop.take_counters))
+        counters, running, waiting, used = await asyncio.wrap_future(
+            self._loop.call(self._loop.take_counters)
+        )
         busy_s = counters.prefill_s + counters.decode_s
         return {
             "engine/sampled_tokens": counters.sampled,
@@ -154,6 +168,9 @@ class LocalEngine:
             "engine/reused_tokens": counters.reused,
             "engine/copied_tokens": counters.copied,
             "engine/finished": counters.finished,
+            "engine/preempted": counters.preempted,
+            "engine/evicted": counters.evicted,
+            "engine/cache_blocks_used": used,
             "engine/running_mean": counters.decode_rows / counters.decodes if counters.decodes else 0.0,
             "engine/running": running,
             "engine/waiting": waiting,
@@ -169,7 +186,7 @@ class LocalEngine:
         try:
             self._loop.post(lambda: self._loop.cancel(request))
         except EngineError:
-            return  # closed: there is no slot left to free
+            return  # closed: there is nothing left to free
 
     def _request(self, prompt_ids: Sequence[int], sampling: Sampling, session: str) -> Request:
         prompt = np.asarray(prompt_ids, np.int64)
@@ -186,7 +203,7 @@ class LocalEngine:
                 f"session {session!r}: the prompt has ids from {prompt.min()} to {prompt.max()}; the model "
                 f"knows 0 to {self._vocab_size - 1}; do tokenizer and model belong together?"
             )
-        _check(sampling, session)
+        _check(sampling, session, self._vocab_size)
         matcher = None
         if sampling.stop:
             if self._decode is None:
@@ -205,10 +222,11 @@ class LocalEngine:
             seed=derive_seed(self._seed, "engine", self._num_requests) if seed is None else seed,
             matcher=matcher,
             loop=asyncio.get_running_loop(),
+            arrival=self._num_requests,
         )
 
 
-def _check(sampling: Sampling, session: str) -> None:
+def _check(sampling: Sampling, session: str, vocab_size: int) -> None:
     """Raise EngineError for settings that mean nothing."""
     wrong = None
     if sampling.max_tokens < 1:
@@ -219,6 +237,8 @@ def _check(sampling: Sampling, session: str) -> None:
         wrong = f"top_p {sampling.top_p}; expected above 0 and at most 1"
     elif sampling.top_k < 0:
         wrong = f"top_k {sampling.top_k}; expected 0 (off) or more"
+    elif any(not 0 <= token < vocab_size or math.isnan(value) for token, value in sampling.logit_bias):
+        wrong = f"a logit bias outside the vocabulary of {vocab_size} tokens, or one that is not a number"
     elif "" in sampling.stop:
         wrong = "an empty stop string; leave it out"
     if wrong is not None:

@@ -9,10 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from uni_agent.engines.local_decoder import unwrap
 from uni_agent.errors import EngineError, nearest
 
 _WRAPPERS = ("_orig_mod.", "module.", "base_model.model.")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The causal LM inside torch.compile, DDP and PEFT wrappers."""
+    current: Any = module
+    while True:
+        if hasattr(current, "_orig_mod"):
+            current = current._orig_mod
+        elif isinstance(current, nn.parallel.DistributedDataParallel):
+            current = current.module
+        elif hasattr(current, "get_base_model"):
+            current = current.get_base_model()
+        else:
+            return current
 
 
 def apply_weights(module: nn.Module, location: Any, *, partial: bool = False) -> None:

@@ -20,11 +20,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from uni_agent.engines.local_decoder import Decoder
-from uni_agent.engines.local_request import Item, Request
-from uni_agent.engines.local_slots import Int64Array, Slots
-from uni_agent.engines.local_step import Counters, Stepper
-from uni_agent.engines.local_weights import apply_weights
+from uni_agent.engines.local.request import Drawn, Item, Request
+from uni_agent.engines.local.rows import Int64Array
+from uni_agent.engines.local.stepper import Counters, Refused, Sampled, Stepper
+from uni_agent.engines.local.weights import apply_weights
 from uni_agent.errors import EngineError
 from uni_agent.types import Chunk, Completion, Finish, Float32Array, Int32Array, Weights
 
@@ -37,30 +36,20 @@ T = TypeVar("T")
 class EngineLoop:
     """The thread's body and its state. Requests that find no room wait in the order of arrival.
 
-    After three failed iterations in a row the engine is dead: each request then fails at once, with
-    the reason.
+    `build` makes the stepper, given where to hand sampled tokens and refusals. After three failed
+    iterations in a row the engine is dead: each request then fails at once, with the reason.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
-        slots: Slots,
+        build: Callable[[Sampled, Refused], Stepper],
         *,
-        max_running: int,
-        prefill_tokens: int,
         chunk_interval_s: float | None,
         version: int,
     ) -> None:
         self.version = version
-        self._decoder, self._slots = decoder, slots
-        self._stepper = Stepper(
-            decoder,
-            slots,
-            max_running=max_running,
-            prefill_tokens=prefill_tokens,
-            sampled=self._append,
-            refused=self._send,
-        )
+        self._stepper = build(self._append, self._send)
+        self._rows = self._stepper.rows
         self._chunk_interval_s = chunk_interval_s
         self._next_chunk_s = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -82,16 +71,19 @@ class EngineLoop:
             self._inbox.put(command)
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """As `post`; the future gets what the command returns or raises."""
+        """As `post`; the future gets what the command returns or raises. It runs even if nobody waits."""
         future: Future[T] = Future()
 
         def run() -> None:
+            awaited = future.set_running_or_notify_cancel()
             try:
                 result = command()
             except Exception as error:
-                future.set_exception(error)
+                if awaited:
+                    future.set_exception(error)
             else:
-                future.set_result(result)
+                if awaited:
+                    future.set_result(result)
 
         self.post(run)
         return future
@@ -111,41 +103,40 @@ class EngineLoop:
             return
         request.done = True
         if request.row >= 0:
-            self._slots.release(request.row, keep=True)
+            self._stepper.release(request.row, keep=True)
         elif request in self._waiting:
             self._waiting.remove(request)
 
     def end_session(self, session: str) -> None:
         """Forget a session; requests of it that still run or wait end as cancelled."""
-        for row in self._slots.active_rows().tolist():
-            if self._slots.session[row] == session:
+        for row in self._rows.active_rows().tolist():
+            if self._rows.of(row).session == session:
                 self._finish(row, "cancelled")
         for request in [r for r in self._waiting if r.session == session]:
             self._waiting.remove(request)
-            empty = np.zeros(0, np.int32)
-            self._send(request, Completion(empty, np.zeros(0, np.float32), empty, "cancelled"))
-        self._slots.forget(session)
+            self._answer(request, request.drawn, "cancelled")
+        self._stepper.forget(session)
 
     def pause(self) -> None:
         """Decode nothing until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
-        """Go on; parameter objects that were replaced meanwhile are looked up again."""
-        self._decoder.bind()
+        """Go on; what became of the parameters meanwhile is looked up."""
+        self._stepper.refresh()
         self._paused = False
 
     def load_weights(self, weights: Weights, partial: bool) -> None:
         """Take new weights; what the old ones cached is dropped, running requests go on from their tokens."""
-        apply_weights(self._decoder.module, weights.location, partial=partial)
-        self._decoder.bind()
+        apply_weights(self._stepper.module, weights.location, partial=partial)
+        self._stepper.refresh()
         self._stepper.invalidate()
         self.version = weights.version
 
-    def take_counters(self) -> tuple[Counters, int, int]:
-        """The counters since the last call, and how many requests run and wait."""
+    def take_counters(self) -> tuple[Counters, int, int, float]:
+        """The counters since the last call, how many requests run and wait, and how full the cache is."""
         taken, self._stepper.counters = self._stepper.counters, Counters()
-        return taken, int(self._slots.active.sum()), len(self._waiting)
+        return taken, int(self._rows.active.sum()), len(self._waiting), self._stepper.used
 
     def stop(self) -> None:
         """End the thread; every open request fails."""
@@ -181,7 +172,7 @@ class EngineLoop:
             self._flush()
 
     def _has_work(self) -> bool:
-        return bool(self._waiting) or bool(self._slots.active.any())
+        return bool(self._waiting) or bool(self._rows.active.any())
 
     def _take_commands(self) -> None:
         """Run what came in; wait for it when there is nothing else to do."""
@@ -192,34 +183,23 @@ class EngineLoop:
 
     def _append(self, rows: Int64Array, ids: Int32Array, logprobs: Float32Array) -> None:
         """Write down one sampled token per row, and end the requests that it ends."""
-        slots = self._slots
+        table = self._rows
         bad = ~np.isfinite(logprobs)
-        for row in rows[bad].tolist():
-            request = self._drop(row)
-            self._send(
-                request,
-                EngineError(
-                    f"session {request.session!r}: the model's logits are not finite under version "
-                    f"{self.version}; check the weights"
-                ),
-            )
         if bad.any():
+            for row in rows[bad].tolist():
+                self._fail_row(
+                    row, f"the model's logits are not finite under version {self.version}; check the weights"
+                )
             rows, ids, logprobs = rows[~bad], ids[~bad], logprobs[~bad]
-        at = slots.length[rows]
-        slots.tokens[rows, at] = ids
-        slots.logprobs[rows, at] = logprobs
-        slots.versions[rows, at] = self.version
-        slots.length[rows] = at + 1
+        table.append(rows, ids, logprobs, self.version)
         self._stepper.counters.sampled += len(rows)
-        stopped = (slots.stop_ids[rows] == ids[:, None]).any(1)
-        full = at + 1 >= slots.limit[rows]
-        for i, row in enumerate(rows.tolist()):
-            request = slots.request[row]
-            if request is not None and request.matcher is not None:
-                stopped[i] |= self._matches(request, int(ids[i]))
-        for i in np.flatnonzero(stopped | full).tolist():
+        stopped = (table.stop_ids[rows] == ids[:, None]).any(1)
+        if table.matching:
+            for i in np.flatnonzero(np.isin(rows, list(table.matching))).tolist():
+                stopped[i] |= self._matches(table.of(int(rows[i])), int(ids[i]))
+        for i in np.flatnonzero(stopped | (table.length[rows] >= table.limit[rows])).tolist():
             row = int(rows[i])
-            if slots.active[row]:
+            if table.active[row]:
                 self._finish(row, "stop" if stopped[i] else "length")
 
     def _matches(self, request: Request, token: int) -> bool:
@@ -228,40 +208,31 @@ class EngineLoop:
         try:
             return request.matcher.push(token)
         except Exception as error:
-            self._drop(request.row)
-            self._send(
-                request,
-                EngineError(
-                    f"session {request.session!r}: decode raised {type(error).__name__} while looking for "
-                    f"stop strings: {error}"
-                ),
+            self._fail_row(
+                request.row, f"decode raised {type(error).__name__} while looking for stop strings: {error}"
             )
             return False
 
     def _finish(self, row: int, finish: Finish) -> None:
-        slots = self._slots
-        request = slots.request[row]
-        assert request is not None
-        if self._chunk_interval_s is not None:
-            self._send_chunk(request)
-        start, end = int(slots.prompt[row]), int(slots.length[row])
-        completion = Completion(
-            slots.tokens[row, start:end].copy(),
-            slots.logprobs[row, start:end].copy(),
-            slots.versions[row, start:end].copy(),
-            finish,
-        )
-        slots.release(row, keep=True)
+        request, drawn = self._rows.of(row), self._rows.drawn(row)
+        self._stepper.release(row, keep=True)
         self._stepper.counters.finished += 1
-        self._send(request, completion)
+        self._answer(request, drawn, finish)
+
+    def _answer(self, request: Request, drawn: Drawn, finish: Finish) -> None:
+        """Send what has not left yet, and the Completion."""
+        if self._chunk_interval_s is not None and len(drawn.token_ids) > request.sent:
+            ids, logprobs, versions = drawn
+            new = slice(request.sent, None)
+            self._send(request, Chunk(ids[new], logprobs[new], versions[new]))
+        self._send(request, Completion(*drawn, finish))
 
     # --- failures ---
 
-    def _drop(self, row: int) -> Request:
-        request = self._slots.request[row]
-        assert request is not None
-        self._slots.release(row, keep=False)
-        return request
+    def _fail_row(self, row: int, reason: str) -> None:
+        request = self._rows.of(row)
+        self._stepper.release(row, keep=False)
+        self._send(request, EngineError(f"session {request.session!r}: {reason}"))
 
     def _fail(self, error: Exception) -> None:
         """An iteration raised: fail its requests, distrust the caches, and die when it goes on so."""
@@ -277,8 +248,10 @@ class EngineLoop:
         self._stepper.invalidate()
 
     def _fail_all(self, failure: EngineError, *, waiting: bool) -> None:
-        for row in self._slots.active_rows().tolist():
-            self._send(self._drop(row), failure)
+        for row in self._rows.active_rows().tolist():
+            request = self._rows.of(row)
+            self._stepper.release(row, keep=False)
+            self._send(request, failure)
         while waiting and self._waiting:
             self._send(self._waiting.popleft(), failure)
 
@@ -289,28 +262,17 @@ class EngineLoop:
             request.done = True
         self._outbox.setdefault(request.loop, []).append((request, item))
 
-    def _send_chunk(self, request: Request) -> None:
-        slots, row = self._slots, request.row
-        start, end = int(slots.prompt[row]) + request.sent, int(slots.length[row])
-        if end > start:
-            request.sent += end - start
-            part = slice(start, end)
-            chunk = Chunk(
-                slots.tokens[row, part].copy(),
-                slots.logprobs[row, part].copy(),
-                slots.versions[row, part].copy(),
-            )
-            self._send(request, chunk)
-
     def _flush(self) -> None:
         """Hand out what is ready: one call per event loop."""
         now = time.monotonic()
         if self._chunk_interval_s is not None and now >= self._next_chunk_s:
             self._next_chunk_s = now + self._chunk_interval_s
-            for row in self._slots.active_rows().tolist():
-                request = self._slots.request[row]
-                assert request is not None
-                self._send_chunk(request)
+            for row in self._rows.active_rows().tolist():
+                request = self._rows.of(row)
+                fresh = self._rows.drawn(row, request.sent)
+                if len(fresh.token_ids):
+                    request.sent += len(fresh.token_ids)
+                    self._send(request, Chunk(*fresh))
         if not self._outbox:
             return
         outbox, self._outbox = self._outbox, {}

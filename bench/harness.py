@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import ctypes
 import json
 import os
 import platform
@@ -62,6 +63,7 @@ class Arm:
                 stderr=stderr,
                 text=True,
                 start_new_session=True,  # its children are stopped with it
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - no other thread runs here
             )
         atexit.register(self.close)  # a stopped process would stay for ever
 
@@ -113,6 +115,12 @@ class Arm:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
             return  # it has ended; the next read says so
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the bench is killed: a stopped one would stay for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def our_arm(name: str) -> Arm:

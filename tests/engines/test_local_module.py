@@ -237,3 +237,18 @@ def test_refresh_follows_replaced_parameters_and_keeps_ties():
         model.tie_weights()
         mine.refresh()
         torch.testing.assert_close(ours(), model(ids[None]).logits[0], atol=1e-5, rtol=1e-5)
+
+
+def test_refresh_renews_a_cast_copy_in_place_and_sees_a_new_hook():
+    model = family("granite")
+    mine = ModuleModel(model, 64, dtype=torch.bfloat16)
+    shell = mine._shell
+    before, copy_of = shell._model, shell._model.get_input_embeddings().weight
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    mine.refresh()
+    assert shell._model is before
+    torch.testing.assert_close(copy_of, model.get_input_embeddings().weight.to(torch.bfloat16))
+    model.register_forward_pre_hook(lambda *_: None)
+    mine.refresh()
+    assert shell._model is not before

@@ -188,3 +188,17 @@ async def test_weights_from_a_saved_folder(*, make_model, make_engine, run, tmp_
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "one.safetensors")
     await engine.load_weights(Weights(2, str(tmp_path / "one.safetensors")), partial=True)
     assert engine.version == 2
+
+
+async def test_one_update_reads_the_parameters_once(make_model, make_engine, run, prompt, monkeypatch):
+    from uni_agent.engines.local.dense import DenseDecoder
+
+    model, read = make_model("qwen3"), []
+    engine = make_engine(model)
+    refresh = DenseDecoder.refresh
+    monkeypatch.setattr(DenseDecoder, "refresh", lambda self: (read.append(1), refresh(self)))
+    await engine.pause()
+    await engine.load_weights(Weights(1, model))
+    await engine.resume()
+    assert (await run(engine, prompt(5, 1), max_tokens=2)).versions.tolist() == [1, 1]
+    assert read == [1]

@@ -1,4 +1,5 @@
 """Attention on the native kernel: reads blocks where they lie, shared ones once for all rows that share.
+Long bfloat16 prompts go to torch, which has the faster matrix products.
 
 In: the tokens of a pass and the rows' tables. Out: items for `kernels/attention.cpp`: tokens whose rows
 begin with the same blocks. A token's result does not depend on its item. Used by the engine's thread only.
@@ -10,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from uni_agent.engines.local.attention import Pass, Span, pass_tokens
@@ -23,6 +25,9 @@ HEAD_DIMS = (32, 64, 128, 256)
 _MOST_SCORES = 1 << 18
 """Scores of an item that one thread keeps at hand: more would not fit its cache."""
 _MOST_TOKENS = 16
+
+_LONG_SPAN = 64
+"""Tokens of a span from which on torch's attention is the faster one in bfloat16."""
 
 
 class AttendKernel(Protocol):
@@ -57,20 +62,30 @@ class _Items(NamedTuple):
 
 
 class NativeAttention:
-    """Plans passes for the kernel; satisfies `attention.Attention`."""
+    """Plans passes for the kernel; satisfies `attention.Attention`.
 
-    def __init__(self, cache: PagedCache, kernel: AttendKernel) -> None:
+    With `batch_invariant` the kernel serves all tokens: a result's bits then do not depend on how a
+    prompt is cut.
+    """
+
+    def __init__(self, cache: PagedCache, kernel: AttendKernel, *, batch_invariant: bool) -> None:
         self._cache, self._kernel = cache, kernel
+        g = cache.geometry
+        self._torch_reach = 0  # up to which context spans may go to torch
+        if not batch_invariant and cache.dtype == torch.bfloat16 and g.softcap is None:
+            self._torch_reach = min(window or 1 << 62 for window in g.windows)
         self._tables = torch.from_numpy(cache.tables)
         self._decoding: tuple[int, bytes, _Items] | None = None
 
     def plan(self, rows: Int64Array, position: Int64Array, spans: list[Span]) -> Pass:
         """The pass for these tokens."""
         row, position = pass_tokens(rows, position, spans)
-        items = self._decode_items(rows, position)
+        items, long = self._decode_items(rows, position), list[_LongSpan]()
         if spans:
-            items = self._with_spans(items, spans, len(rows))
-        return _NativePass(self._cache, self._kernel, self._tables, row=row, position=position, items=items)
+            items, long = self._with_spans(items, spans, len(rows))
+        return _NativePass(
+            self._cache, self._kernel, self._tables, row=row, position=position, items=items, long=long
+        )
 
     def _decode_items(self, rows: Int64Array, position: Int64Array) -> _Items:
         """What was found for these rows holds until their leading blocks change."""
@@ -86,21 +101,65 @@ class NativeAttention:
         self._decoding = (self._cache.epoch, key, items)
         return items
 
-    def _with_spans(self, items: _Items, spans: list[Span], at: int) -> _Items:
+    def _with_spans(self, items: _Items, spans: list[Span], at: int) -> tuple[_Items, list[_LongSpan]]:
         sizes, tokens, joint = (column.copy() for column in items)
+        long: list[_LongSpan] = []
         for span in spans:
-            most = self._most_tokens(span.end)
-            for start in range(span.start, span.end, most):
-                end = min(start + most, span.end)
-                sizes.append(end - start)
-                joint.append((end - 1) // BLOCK + 1)
-            tokens.extend(range(at, at + span.end - span.start))
-            at += span.end - span.start
-        return _Items(sizes, tokens, joint)
+            size = span.end - span.start
+            if size >= _LONG_SPAN and span.end <= self._torch_reach:
+                long.append(_LongSpan(self._cache, span, at))
+            else:
+                most = self._most_tokens(span.end)
+                for start in range(span.start, span.end, most):
+                    end = min(start + most, span.end)
+                    sizes.append(end - start)
+                    joint.append((end - 1) // BLOCK + 1)
+                tokens.extend(range(at, at + size))
+            at += size
+        return _Items(sizes, tokens, joint), long
 
     def _most_tokens(self, reach: int) -> int:
         group = self._cache.geometry.heads // self._cache.geometry.kv_heads
         return max(1, min(_MOST_TOKENS, _MOST_SCORES // (group * reach)))
+
+
+class _LongSpan:
+    """A span whose first token is the `at`-th of the pass, on torch's attention."""
+
+    def __init__(self, cache: PagedCache, span: Span, at: int) -> None:
+        self._geometry = g = cache.geometry
+        self._places = slice(at, at + span.end - span.start)
+        self._blocks = self._mask = None
+        if span.start:
+            reach = -(-span.end // BLOCK)
+            self._blocks = torch.from_numpy(cache.tables[span.row, :reach].astype(np.int64))
+            hidden = np.arange(reach * BLOCK) > np.arange(span.start, span.end)[:, None]
+            self._mask = torch.zeros(hidden.shape, dtype=cache.dtype)
+            self._mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        self._shape = (g.kv_heads, g.heads // g.kv_heads, -1, -1)
+
+    def attend(
+        self, out: Tensor, q: Tensor, own: tuple[Tensor, Tensor], cached: tuple[Tensor, Tensor]
+    ) -> None:
+        """Write this span's part of out [N, Hq, D]; `own` are the pass's keys and values."""
+        g = self._geometry
+        if self._blocks is None:
+            keys, values = (x[self._places].transpose(0, 1) for x in own)
+        else:  # the kernel's layout, bfloat16 pairs in it, to [Hk, tokens, D]
+            keys, values = (x.index_select(0, self._blocks).flatten(2) for x in cached)
+            keys = keys.view(-1, g.kv_heads, g.head_dim // 2, BLOCK, 2).permute(1, 0, 3, 2, 4)
+            values = values.view(-1, g.kv_heads, BLOCK // 2, g.head_dim, 2).permute(1, 0, 2, 4, 3)
+            keys, values = (x.reshape(g.kv_heads, -1, g.head_dim) for x in (keys, values))
+        query = q[self._places].transpose(0, 1).unflatten(0, self._shape[:2])
+        mixed = F.scaled_dot_product_attention(
+            query,
+            keys[:, None].expand(self._shape),
+            values[:, None].expand(self._shape),
+            self._mask,
+            is_causal=self._mask is None,
+            scale=g.scale,
+        )
+        out[self._places] = mixed.flatten(0, 1).transpose(0, 1)
 
 
 class _NativePass:
@@ -113,8 +172,10 @@ class _NativePass:
         row: Int64Array,
         position: Int64Array,
         items: _Items,
+        long: list[_LongSpan],
     ) -> None:
         g = cache.geometry
+        self._long = long
         self.row, self.position = row, position
         self._attend, self._keys, self._values = kernel.attend, cache.keys, cache.values
         starts = np.zeros(len(items.sizes) + 1, np.int32)
@@ -132,9 +193,11 @@ class _NativePass:
         self._windows = g.windows
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend(
-            q, k, v, self._keys[layer], self._values[layer], *self._plan, self._windows[layer] or 0
-        )
+        keys, values, window = self._keys[layer], self._values[layer], self._windows[layer] or 0
+        out = self._attend(q, k, v, keys, values, *self._plan, window)
+        for span in self._long:
+            span.attend(out, q, (k, v), (keys, values))
+        return out
 
 
 def share(tables: np.ndarray, whole: Int64Array, *, most: int, least_items: int) -> _Items:

@@ -105,7 +105,7 @@ def _paged_stepper(model: StepModel, shape: EngineShape) -> Build:
     native = None if shape.native is False or model.device.type != "cpu" else load_native()
     attention: Attention = TorchAttention(cache, batch_invariant=shape.batch_invariant)
     if native is not None and geometry.head_dim in HEAD_DIMS and model.dtype in _KERNEL_DTYPES:
-        attention = NativeAttention(cache, native)
+        attention = NativeAttention(cache, native, batch_invariant=shape.batch_invariant)
 
     def build(sampled: Sampled, refused: Refused) -> Stepper:
         return PagedStepper(

@@ -1,4 +1,4 @@
-"""The local engine: continuous batching on torch, in this process, on the learner's own parameters.
+"""The local engine: continuous batching on torch, in this process.
 
 Token ids in; ids, logprobs and versions out. One thread of its own does the work
 (`loop.EngineLoop`), so no event loop is ever blocked, and any event loop may ask.
@@ -141,7 +141,7 @@ class LocalEngine:
         await asyncio.wrap_future(self._loop.call(self._loop.pause))
 
     async def resume(self) -> None:
-        """Continue what `pause` stopped."""
+        """Continue what `pause` stopped. Parameters are not looked at: `load_weights` does that."""
         await asyncio.wrap_future(self._loop.call(self._loop.resume))
 
     async def end_session(self, session: str) -> None:

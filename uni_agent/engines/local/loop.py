@@ -122,8 +122,7 @@ class EngineLoop:
         self._paused = True
 
     def resume(self) -> None:
-        """Go on; what became of the parameters meanwhile is looked up."""
-        self._stepper.refresh()
+        """Go on, with the weights of the last `load_weights`."""
         self._paused = False
 
     def load_weights(self, weights: Weights, partial: bool) -> None:

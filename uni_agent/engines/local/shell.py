@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import operator
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from uni_agent.engines.local.weights import unwrap
 from uni_agent.errors import ModelError
 
 Named = tuple[str, Tensor]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Shell:
@@ -37,6 +40,7 @@ class Shell:
         self.dtype = first.dtype if dtype is None else dtype
         self._cast = self.dtype != first.dtype
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made_of: list[object] = []
         self._output: Any = None
         self._attention: str | None = None
         self.refresh()
@@ -54,9 +58,15 @@ class Shell:
     def refresh(self) -> None:
         """Take the module as it is now: its parameters, and objects that were replaced (adapters, say)."""
         with torch.inference_mode(False), torch.no_grad():
+            named = list(_shared_tensors(self.module))
+            made_of = _objects(self.module, named)
+            if _are_same(made_of, self._made_of):
+                for source, target in self._copies.values():
+                    target.copy_(source)
+                return
             memo: dict[int, Any] = {}
             copies: dict[int, tuple[Tensor, Tensor]] = {}
-            for name, tensor in _shared_tensors(self.module):
+            for name, tensor in named:
                 memo[id(tensor)] = self._tensor(name, tensor, copies)
             if not self._cast:  # so that the shell knows when the learner merges an adapter into its base
                 for part in self.module.modules():
@@ -64,7 +74,7 @@ class Shell:
                     if isinstance(merged, list):
                         memo[id(merged)] = merged  # pyright: ignore[reportUnknownArgumentType]
             model: Any = copy.deepcopy(self.module, memo)
-        self._copies = copies
+        self._copies, self._made_of = copies, made_of
         self._model = model.eval()
         for part in model.modules():
             if "_disable_adapters" in vars(part):
@@ -204,6 +214,20 @@ def _shared_tensors(module: nn.Module) -> Iterator[Named]:
         for name, buffer in part.named_buffers(recurse=False):
             if name not in transient:
                 yield f"{prefix}.{name}", buffer
+
+
+def _objects(module: nn.Module, named: list[Named]) -> list[object]:
+    """What a shell of `module` is made of; empty where adapters have settings that change unseen."""
+    parts = list(module.modules())
+    if any("merged_adapters" in vars(part) or "modules_to_save" in vars(part)["_modules"] for part in parts):
+        return []
+    hooks = [hook for part in parts for kind in _HOOKS for hook in vars(part)[kind].values()]
+    return [*parts, *(tensor for _, tensor in named), *hooks]
+
+
+def _are_same(some: list[object], others: list[object]) -> bool:
+    """Whether these are the same objects, and any."""
+    return bool(some) and len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _stays_float32(module: Any, name: str) -> bool:

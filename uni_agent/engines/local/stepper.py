@@ -61,7 +61,7 @@ class Stepper(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Take the module's parameters as they are now. Caches stay: they may fit still (`resume`)."""
+        """Take the module's parameters as they are now. Caches stay until `invalidate`."""
         ...
 
     def invalidate(self) -> None:

@@ -53,6 +53,21 @@ def test_first_turn_is_success_in_one_model_call() -> None:
     assert report([episode("a", 0.0), episode("b", 1.0, 2)]).first_turn.mean == 0
 
 
+def test_attempts_of_a_task_are_not_independent() -> None:
+    """100 tasks, each always solved or never, four times: no more is known than from one attempt each."""
+    alike = [episode(str(task), float(task % 2)) for task in range(100) for _ in range(4)]
+    assert report(alike).success == pytest.approx(wilson_interval(50, 100))
+    mixed = [episode(str(task), float(attempt % 2)) for task in range(100) for attempt in range(4)]
+    assert report(mixed).success == pytest.approx(wilson_interval(200, 400))
+    rng = np.random.default_rng(0)
+    chance = rng.uniform(size=100)
+    some = [episode(str(task), float(rng.random() < chance[task])) for task in range(100) for _ in range(4)]
+    _, low, high = report(some).success
+    means = [np.mean([e.reward for e in some[4 * task : 4 * task + 4]]) for task in range(100)]
+    clustered = 2 * 1.96 * float(np.std(means, ddof=1)) / 10
+    assert high - low == pytest.approx(clustered, rel=0.05)
+
+
 def test_success_at_is_a_threshold() -> None:
     assert report(EPISODES, success_at=0.5).success == wilson_interval(3, 4)
     assert report(EPISODES, success_at=0.5).first_turn == wilson_interval(2, 4)

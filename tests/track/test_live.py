@@ -35,7 +35,7 @@ def text_of(stream: io.TextIOWrapper) -> str:
 def test_lines_in_a_log_file() -> None:
     stream, clock = utf8(), Clock()
     live = console(stream, clock)
-    live.phase("Training")
+    live.phase("Training", 10)
     for step in range(1, 11):
         clock.now += 2.0
         live.step(step, {"rollout/reward_mean": step / 10, "train/loss": 1e-5, "rollout/tokens": None})
@@ -70,6 +70,20 @@ def test_a_note_keeps_the_step_that_was_not_yet_printed() -> None:
     live.note("checkpoint\nkept")
     lines = text_of(stream).splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "·", "kept"]
+
+
+def test_a_phase_that_ends_by_the_clock_counts_down() -> None:
+    stream, clock = utf8(), Clock()
+    live = console(stream, clock, 300)
+    live.phase("Training", seconds=40.0)
+    clock.now += 10.0
+    live.step(1, {"reward": 1.0})
+    clock.now += 35.0
+    live.step(2, {"reward": 1.0})
+    lines = text_of(stream).splitlines()
+    assert lines[2].lstrip().startswith("1  reward")
+    assert lines[2].endswith("30 s left")
+    assert lines[3].endswith("0 s left")
 
 
 def test_phases_count_anew() -> None:

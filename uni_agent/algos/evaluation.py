@@ -28,7 +28,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def wilson_interval(successes: float, trials: int, z: float = 1.96) -> Interval:
+def wilson_interval(successes: float, trials: float, z: float = 1.96) -> Interval:
     """Wilson's score interval of a proportion. Without trials there is no estimate (NaN), only [0, 1]."""
     if trials == 0:
         return Interval(math.nan, 0.0, 1.0)

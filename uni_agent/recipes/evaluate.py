@@ -28,7 +28,7 @@ from uni_agent.recipes.sections import (
     SamplingConfig,
     WorldConfig,
 )
-from uni_agent.recipes.world import load_tasks, open_runner
+from uni_agent.recipes.world import check_names, load_tasks, open_runner
 from uni_agent.render import load_renderer
 from uni_agent.rollout import (
     EpisodeStore,
@@ -43,7 +43,7 @@ class Config(BaseConfig):
     """Evaluate a model folder or a chat endpoint on a task set."""
 
     model: str
-    """A model folder; with `endpoint`, the model's name there."""
+    """A model folder, or a name from `uni-agent model list`; with `endpoint`, the model's name there."""
     endpoint: str = ""
     """Base URL of an OpenAI-compatible chat endpoint; "" runs `model` in this process."""
     api_key_env: str = "OPENAI_API_KEY"
@@ -103,6 +103,7 @@ async def open_policy(config: Config) -> AsyncGenerator[MakePolicy]:
 
 def plan(config: Config) -> Mapping[str, object]:
     """What `run` is going to do."""
+    check_names(config.world)
     tasks = load_tasks(config.world, config.tasks, config.num_tasks, config.seed)
     return {"tasks": len(tasks), "episodes": len(tasks) * config.num_attempts}
 
@@ -114,12 +115,13 @@ def run(config: Config) -> Mapping[str, object]:
 
 async def _run(config: Config) -> Mapping[str, object]:
     began = time.perf_counter()
+    check_names(config.world)
     tasks = load_tasks(config.world, config.tasks, config.num_tasks, config.seed)
     with (
         Run.create("evaluate", config, root=Path(config.runs), name=config.run or None) as record,
-        LiveConsole(len(tasks) * config.num_attempts, every_s=5.0) as live,
+        LiveConsole(every_s=5.0) as live,
     ):
-        live.phase(f"Evaluating {config.model} on {len(tasks)} tasks")
+        live.phase(f"Evaluating {config.model} on {len(tasks)} tasks", len(tasks) * config.num_attempts)
         async with open_policy(config) as make_policy, open_runner(config.world, make_policy) as runner:
             episodes = await attempt(
                 runner,
@@ -134,6 +136,7 @@ async def _run(config: Config) -> Mapping[str, object]:
         record.log(0, rollout_metrics(episodes))
         figures = summarise(found)
         live.table([{"figure": name, "value": value} for name, value in figures.items()])
+        live.note(f"look at an episode: uni-agent show {record.path}")
         summary = {**figures, "seconds": time.perf_counter() - began, "run": str(record.path)}
         record.write_summary(summary)
         require_scored(episodes)

@@ -39,7 +39,7 @@ class Config(BaseConfig):
     """Train a policy by GRPO."""
 
     model: str
-    """A model folder that transformers loads."""
+    """A model folder that transformers loads, or a name from `uni-agent model list`."""
     renderer: str = ""
     """Chat format; "" reads it from the model folder."""
     world: WorldConfig = WorldConfig()

@@ -20,7 +20,8 @@ Progress = Callable[[int, int, Episode], None]
 class Report:
     """What an evaluation found. `success` and `first_turn` are shares of the scored episodes.
 
-    `first_turn` are successes in a single model call; `reward` clusters the attempts of a task.
+    `first_turn` are successes in a single model call. Intervals take the attempts of a task together:
+    they are not independent.
     """
 
     success: Interval
@@ -37,22 +38,40 @@ def report(episodes: Sequence[Episode], *, success_at: float = 1.0, ks: Sequence
     for episode in episodes:
         if episode.reward is not None:
             by_task.setdefault(episode.task.id, []).append(episode)
-    scored = [episode for group in by_task.values() for episode in group]
-    wins = {task: sum((e.reward or 0.0) >= success_at for e in group) for task, group in by_task.items()}
-    first = sum((e.reward or 0.0) >= success_at and e.num_turns == 1 for e in scored)
+    num_scored = sum(len(group) for group in by_task.values())
+    won = {task: [(e.reward or 0.0) >= success_at for e in group] for task, group in by_task.items()}
+    wins = {task: sum(attempts) for task, attempts in won.items()}
+    first = [[w and e.num_turns == 1 for w, e in zip(won[t], by_task[t], strict=True)] for t in by_task]
     per_task = [sum(e.reward or 0.0 for e in group) / len(group) for group in by_task.values()]
     pass_k: dict[int, float] = {}
     for k in ks:
         full = [pass_at_k(len(group), wins[task], k) for task, group in by_task.items() if len(group) >= k]
         pass_k[k] = sum(full) / len(full) if full else float("nan")
     return Report(
-        success=wilson_interval(sum(wins.values()), len(scored)),
-        first_turn=wilson_interval(first, len(scored)),
+        success=_share(list(won.values())),
+        first_turn=_share(first),
         reward=clustered_interval(per_task),
         pass_at=pass_k,
         num_episodes=len(episodes),
-        num_unscored=len(episodes) - len(scored),
+        num_unscored=len(episodes) - num_scored,
     )
+
+
+def _share(per_task: Sequence[Sequence[bool]]) -> Interval:
+    """The share of True with Wilson's interval, for as many independent attempts as these are worth.
+
+    Attempts of a task resemble each other: the variance between tasks says how much. They are worth
+    as many as there are tasks at least, and as there are attempts at most.
+    """
+    attempts = [attempt for group in per_task for attempt in group]
+    if not attempts:
+        return wilson_interval(0, 0)
+    share = sum(attempts) / len(attempts)
+    # residuals per task, as in a cluster-robust variance of a ratio
+    squares = sum((sum(group) - share * len(group)) ** 2 for group in per_task)
+    worth = len(attempts) ** 2 * share * (1 - share) / squares if squares else len(attempts)
+    worth = min(max(worth, len(per_task)), len(attempts))
+    return wilson_interval(share * worth, worth)
 
 
 def require_scored(episodes: Sequence[Episode]) -> None:

@@ -13,7 +13,7 @@ from uni_agent.recipes import evaluate
 from uni_agent.recipes.interrupt import run_blocking
 from uni_agent.recipes.measure import running_mean
 from uni_agent.recipes.sections import CountOrOff
-from uni_agent.recipes.world import load_tasks, open_runner
+from uni_agent.recipes.world import check_names, load_tasks, open_runner
 from uni_agent.rollout import EpisodeStore, rollout_metrics, run_many
 from uni_agent.track import LiveConsole, Run
 
@@ -29,6 +29,7 @@ class Config(evaluate.Config):
 
 def plan(config: Config) -> Mapping[str, object]:
     """What `run` is going to do."""
+    check_names(config.world)
     tasks = load_tasks(config.world, config.tasks, config.num_tasks, config.seed)
     return {"tasks": len(tasks), "episodes": config.num_episodes or len(tasks) * config.num_attempts}
 
@@ -40,13 +41,14 @@ def run(config: Config) -> Mapping[str, object]:
 
 async def _run(config: Config) -> Mapping[str, object]:
     began = time.perf_counter()
+    check_names(config.world)
     tasks = list(load_tasks(config.world, config.tasks, config.num_tasks, config.seed))
     total = config.num_episodes or len(tasks) * config.num_attempts
     with (
         Run.create("rollout", config, root=Path(config.runs), name=config.run or None) as record,
-        LiveConsole(total, every_s=5.0) as live,
+        LiveConsole(every_s=5.0) as live,
     ):
-        live.phase(f"{total} episodes of {config.model} on {len(tasks)} tasks")
+        live.phase(f"{total} episodes of {config.model} on {len(tasks)} tasks", total)
         async with (
             evaluate.open_policy(config) as make_policy,
             open_runner(config.world, make_policy) as runner,

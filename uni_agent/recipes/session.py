@@ -29,7 +29,7 @@ from uni_agent.recipes.sections import (
     SamplingConfig,
     WorldConfig,
 )
-from uni_agent.recipes.world import known_env, load_tasks, open_runner
+from uni_agent.recipes.world import check_names, known_env, load_tasks, open_runner
 from uni_agent.render import load_renderer
 from uni_agent.rollout import EpisodeRunner, EpisodeStore, GroupPool, ScribeFactory, StepFailed
 from uni_agent.track import LiveConsole, Run
@@ -95,6 +95,7 @@ class Session:
     train_s: float = 0.0
     summary: dict[str, object] = field(default_factory=dict[str, object])
     _spent: dict[str, float] = field(default_factory=dict[str, float])
+    _warned: bool = False
 
     def pool(self) -> GroupPool:
         """The pool of groups over the training tasks, at the place where the run stands."""
@@ -114,7 +115,8 @@ class Session:
         """Number the steps that are left; between two, save and evaluate where it is time to."""
         config = self.config
         total = config.steps
-        self.live.phase("Training", total_steps=total if not config.max_seconds else None)
+        seconds = max(0.0, config.max_seconds - self.train_s)
+        self.live.phase("Training", None if config.max_seconds else total, seconds=seconds)
         while self.step < total and not 0 < config.max_seconds <= self.train_s:
             began = time.perf_counter()
             self._spent = {}
@@ -172,6 +174,14 @@ class Session:
         times = {f"time/{name}_s": seconds for name, seconds in self._spent.items()}
         metrics = {**metrics, **times, **await self.engine.stats(), "train/version": self.learner.version}
         self.record.log(self.step, metrics)
+        if (
+            0 < metrics.get("algos/groups", 0) == metrics.get("algos/groups_zero_variance")
+            and not self._warned
+        ):
+            self._warned = True
+            self.live.note(
+                f"step {self.step + 1}: all groups have equal rewards, so nothing can be learned from it"
+            )
         reward = metrics.get("rollout/reward_mean")
         self.summary.setdefault("reward_first", reward)
         self.summary["reward_last"] = reward
@@ -228,6 +238,7 @@ class Session:
             "run": str(self.record.path),
         }
         self.record.write_summary(self.summary)
+        self.live.note(f"model in {folder}; look at an episode: uni-agent show {self.record.path}")
         return self.summary
 
     def _state(self) -> dict[str, object]:
@@ -251,6 +262,7 @@ async def open_session(
     `config.resume` the latest complete checkpoint is loaded. On Ctrl-C a checkpoint is written and
     Interrupted raised with the command that resumes.
     """
+    check_names(config.world)
     model = HFAutoModel.from_pretrained(
         config.model, lora=LoRA(r=config.optimizer.lora_rank) if config.optimizer.lora_rank else None
     )
@@ -311,6 +323,7 @@ async def open_session(
 
 def plan_of(config: TrainingConfig) -> Mapping[str, object]:
     """Episodes, tokens and memory that a training run is going to take; loads the tasks, not the weights."""
+    check_names(config.world)
     tasks = load_tasks(config.world, config.tasks, config.num_tasks, config.seed)
     episodes = config.group_size * config.groups_per_step
     turns = config.world.max_turns or EnvRegistry.spec(known_env(config.world.env)).max_steps or 1

@@ -36,7 +36,7 @@ class Config(BaseConfig):
     """Train a policy on demonstrations."""
 
     model: str
-    """A model folder that transformers loads."""
+    """A model folder that transformers loads, or a name from `uni-agent model list`."""
     renderer: str = ""
     """Chat format; "" reads it from the model folder."""
     data: str
@@ -108,7 +108,7 @@ def run(config: Config) -> Mapping[str, object]:
     root, name = config.run.path_of(config.resume)
     with (
         Run.create("sft", config, root=root, name=name, resume=bool(config.resume)) as record,
-        LiveConsole(config.epochs * per_epoch) as live,
+        LiveConsole() as live,
         interruptible() as interrupt,
     ):
         checkpoints = Checkpoints(record.checkpoints_dir)
@@ -117,7 +117,8 @@ def run(config: Config) -> Mapping[str, object]:
             latest = checkpoints.resumed()
             step = int(latest.state["step"])
             learner.load(latest.learner)
-        live.phase(f"Supervised training on {len(found)} conversations")
+        total = None if config.max_seconds else config.epochs * per_epoch
+        live.phase(f"Supervised training on {len(found)} conversations", total, seconds=config.max_seconds)
         began = time.perf_counter()
         nll: float | None = None
         while step < config.epochs * per_epoch and not 0 < config.max_seconds <= time.perf_counter() - began:
@@ -146,4 +147,5 @@ def run(config: Config) -> Mapping[str, object]:
             "run": str(record.path),
         }
         record.write_summary(summary)
+        live.note(f"model in {record.path / 'model'}")
     return summary

@@ -25,6 +25,18 @@ def known_env(env: str) -> str:
     return env
 
 
+def check_names(world: WorldConfig) -> None:
+    """Look up environment, tools and reward, so that a misspelt one is known before anything is made.
+
+    Raises UnknownNameError, UsageError.
+    """
+    known_env(world.env)
+    for name in world.tools:
+        resolve_tool(name)
+    if world.reward:
+        resolve_reward(world.reward)
+
+
 def load_tasks(world: WorldConfig, tasks: str, num_tasks: int, seed: int) -> TaskSet:
     """Tasks from a JSONL or Parquet file, or from a split of the environment's own task set.
 

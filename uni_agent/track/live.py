@@ -58,10 +58,13 @@ class LiveConsole:
         self._pending: Text | None = None
         self._start(total_steps)
 
-    def phase(self, text: str, total_steps: int | None = None) -> None:
-        """Begin a part of the run under a heading; steps and the time left count anew."""
+    def phase(self, text: str, total_steps: int | None = None, *, seconds: float = 0.0) -> None:
+        """Begin a part of the run under a heading; steps and the time left count anew.
+
+        `total_steps` is how many steps it has, `seconds` how long it may take, where that is known.
+        """
         self._commit()
-        self._start(total_steps if total_steps is not None else self._total)
+        self._start(total_steps, seconds)
         rule = "──" if self._unicode else "--"
         self._print(Text(f"\n{rule} {clean_text(text)} {rule}", style="bold"))
 
@@ -106,8 +109,8 @@ class LiveConsole:
     ) -> None:
         self.close()
 
-    def _start(self, total_steps: int | None) -> None:
-        self._total = total_steps
+    def _start(self, total_steps: int | None, seconds: float = 0.0) -> None:
+        self._total, self._seconds = total_steps, seconds
         self._began = self._clock()
         self._first: tuple[int, float] | None = None
         self._printed_s = -math.inf
@@ -138,12 +141,15 @@ class LiveConsole:
 
     def _time_left(self, step: int, now: float) -> str:
         elapsed = now - self._began
-        if not self._total or step >= self._total or self._first is None:
+        left = [self._seconds - elapsed] if self._seconds else []
+        if self._total and step < self._total and self._first is not None:
+            # the first step of a phase pays for warming caches, so it is left out once there are more
+            first, first_s = self._first
+            per_step = (now - first_s) / (step - first) if step > first else elapsed
+            left.append(per_step * (self._total - step))
+        if not left or step == self._total:
             return f"{format_duration(elapsed)} elapsed"
-        # the first step of a phase pays for warming caches, so it is left out once there are more
-        first, first_s = self._first
-        per_step = (now - first_s) / (step - first) if step > first else elapsed
-        return f"{format_duration(per_step * (self._total - step))} left"
+        return f"{format_duration(max(0.0, min(left)))} left"
 
     def _meter(self, value: float) -> str:
         full, empty = ("█", "░") if self._unicode else ("#", ".")

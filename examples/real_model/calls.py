@@ -1,14 +1,15 @@
-"""A world in which a question becomes one tool call: six tools, questions made here, a graded reward.
+"""A world in which a question becomes one tool call: four tools, questions made here, a graded reward.
 
-`train.toml` names what stands here: `calls:CallEnv`, the tools, `calls:exact_call`. Held-out questions
-share neither wording nor values with those that are trained on: other templates, other cities, numbers,
-currencies, days and things.
+`train.toml` names what stands here: `calls:CallEnv`, `calls:exact_call`. Held-out questions share neither
+wording nor values with those that are trained on: other templates, cities, days, things, numbers and codes.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,40 +18,68 @@ from uni_agent.errors import UnknownNameError
 from uni_agent.protocols import StepResult
 from uni_agent.types import Episode, Message, Task, ToolCall, ToolResult
 
-# --- the tools: an episode is over with the call, so they only confirm what was asked of them --------
+# --- the tools ----------------------------------------------------------------------------------------
 
 
-def get_weather(city: str, day: str) -> str:
-    """Get the weather forecast of a city."""
+def weather(city: str, day: str) -> str:
+    """Confirm the request."""
     return f"forecast for {city} on {day}"
 
 
-def convert_currency(amount: int, source: str, target: str) -> str:
-    """Convert money between currencies."""
-    return f"{amount} {source} in {target}"
+def set_timer(minutes: int) -> str:
+    """Confirm the request."""
+    return f"timer of {minutes} minutes"
 
 
-def convert_unit(value: int, source: str, target: str) -> str:
-    """Convert a measured value between units."""
-    return f"{value} {source} in {target}"
+def shop(item: str, price: int) -> str:
+    """Confirm the request."""
+    return f"{item} up to {price} dollars"
 
 
-def add_event(title: str, day: str, hour: int) -> str:
-    """Add an event to the calendar."""
-    return f"{title} on {day} at {hour}:00"
+def translate(word: str, language: str) -> str:
+    """Confirm the request."""
+    return f"{word} in {language}"
 
 
-def set_timer(minutes: int, label: str) -> str:
-    """Start a timer."""
-    return f"{minutes} minutes for {label}"
+TOOLS: Mapping[str, Callable[..., str]] = {
+    tool.__name__: tool for tool in (weather, set_timer, shop, translate)
+}
 
 
-def search_products(query: str, max_price: int) -> str:
-    """Search the shop."""
-    return f"{query} up to {max_price}"
+def signature_of(tool: Callable[..., Any]) -> str:
+    """Such as "set_timer(minutes: int)": a schema in a fifth of the tokens."""
+    parameters = inspect.signature(tool, eval_str=True).parameters.values()
+    return f"{tool.__name__}({', '.join(f'{p.name}: {p.annotation.__name__}' for p in parameters)})"
 
 
-TOOLS = ("get_weather", "convert_currency", "convert_unit", "add_event", "set_timer", "search_products")
+SYSTEM = "\n".join(
+    [
+        "Answer with one function call in <tool_call> tags and nothing else. The functions:",
+        *map(signature_of, TOOLS.values()),
+    ]
+)
+
+SHOTS: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    ("How is the weather in Zurich today?", "weather", {"city": "Zurich", "day": "today"}),
+    ("Start a timer, 7 minutes.", "set_timer", {"minutes": 7}),
+    ("I want to buy hats below 99 dollars.", "shop", {"item": "hats", "price": 99}),
+    ("Translate bread to Latin.", "translate", {"word": "bread", "language": "Latin"}),
+    ("Set a timer of 5 minutes.", "set_timer", {"minutes": 5}),
+    ("Will it be cold in Prague tomorrow?", "weather", {"city": "Prague", "day": "tomorrow"}),
+    ("What is milk in Dutch?", "translate", {"word": "milk", "language": "Dutch"}),
+    ("Find chairs for at most 8 dollars.", "shop", {"item": "chairs", "price": 8}),
+)
+"""Two questions and their calls for each tool. Every prompt begins with them; they are computed once."""
+
+
+def prompt_of(question: str) -> tuple[Message, ...]:
+    """The tools, the shots and a question."""
+    messages = [Message("system", SYSTEM)]
+    for asked, tool, arguments in SHOTS:
+        call = ToolCall("call_0", tool, arguments)
+        messages += [Message("user", asked), Message("assistant", "", (call,))]
+    return (*messages, Message("user", question))
+
 
 # --- the questions ------------------------------------------------------------------------------------
 
@@ -60,123 +89,89 @@ class Split:
     """What the questions of one split are made of; nothing in it stands in the other one."""
 
     templates: Mapping[str, tuple[str, ...]]
-    cities: tuple[str, ...]
-    currencies: tuple[str, ...]
-    units: tuple[tuple[str, str], ...]
-    events: tuple[str, ...]
-    days: tuple[str, ...]
-    labels: tuple[str, ...]
-    products: tuple[str, ...]
+    words: Mapping[str, tuple[str, ...]]
+    """By name of the argument."""
     remainders: tuple[int, ...]
-    """Its numbers n have one of these n % 5, its hours likewise."""
-
-    def number(self, rng: random.Random, low: int, high: int) -> int:
-        """Draw a number of this split."""
-        return rng.choice([n for n in range(low, high + 1) if n % 5 in self.remainders])
+    """Its numbers n have one of these n % 5."""
 
     def arguments(self, tool: str, rng: random.Random) -> dict[str, Any]:
-        """Draw the arguments of a call of `tool`."""
-        match tool:
-            case "get_weather":
-                return {"city": rng.choice(self.cities), "day": rng.choice(self.days)}
-            case "convert_currency":
-                source, target = rng.sample(self.currencies, 2)
-                return {"amount": self.number(rng, 10, 950), "source": source, "target": target}
-            case "convert_unit":
-                source, target = rng.choice(self.units)
-                return {"value": self.number(rng, 2, 400), "source": source, "target": target}
-            case "add_event":
-                hour = self.number(rng, 8, 20)
-                return {"title": rng.choice(self.events), "day": rng.choice(self.days), "hour": hour}
-            case "set_timer":
-                return {"minutes": self.number(rng, 2, 90), "label": rng.choice(self.labels)}
-            case _:
-                return {"query": rng.choice(self.products), "max_price": self.number(rng, 15, 600)}
+        """Draw the arguments of a call of `tool`; no two are the same."""
+        drawn: dict[str, Any] = {}
+        for name in inspect.signature(TOOLS[tool]).parameters:
+            known = self.words.get(name) or [n for n in range(10, 91) if n % 5 in self.remainders]
+            drawn[name] = rng.choice([value for value in known if value not in drawn.values()])
+        return drawn
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 SPLITS: Mapping[str, Split] = {
     "train": Split(
         templates={
-            "get_weather": (
+            "weather": (
                 "What is the weather in {city} on {day}?",
                 "Will it rain in {city} on {day}?",
                 "I travel to {city} on {day}. How is the weather there?",
                 "Tell me the forecast for {city}, {day}.",
-            ),
-            "convert_currency": (
-                "Convert {amount} {source} to {target}.",
-                "How much is {amount} {source} in {target}?",
-                "I have {amount} {source}. What do I get in {target}?",
-                "Please change {amount} {source} into {target}.",
-            ),
-            "convert_unit": (
-                "Convert {value} {source} to {target}.",
-                "How many {target} are {value} {source}?",
-                "Give me {value} {source} in {target}.",
-                "What is {value} {source} expressed in {target}?",
-            ),
-            "add_event": (
-                "Add {title} to my calendar on {day} at {hour}:00.",
-                "I have {title} on {day} at {hour}:00, please write it down.",
-                "Schedule {title} for {day} at {hour}:00.",
-                "Put {title} into the calendar, {day}, {hour}:00.",
+                "Should I take a coat to {city} on {day}?",
+                "Is it sunny in {city} on {day}?",
             ),
             "set_timer": (
-                "Set a timer of {minutes} minutes for {label}.",
-                "Start a {minutes} minute timer for {label}.",
-                "The {label} needs {minutes} minutes, set a timer.",
-                "Timer please: {label}, {minutes} minutes.",
+                "Set a timer of {minutes} minutes.",
+                "Start a {minutes} minute timer.",
+                "I need a timer for {minutes} minutes.",
+                "Timer please: {minutes} minutes.",
             ),
-            "search_products": (
-                "Find {query} for at most {max_price} dollars.",
-                "I want to buy {query} and spend no more than {max_price} dollars.",
-                "Search for {query} under {max_price} dollars.",
-                "Show me {query} up to {max_price} dollars.",
+            "shop": (
+                "Find {item} for at most {price} dollars.",
+                "I want to buy {item} and spend no more than {price} dollars.",
+                "Search for {item} under {price} dollars.",
+                "Show me {item} up to {price} dollars.",
+            ),
+            "translate": (
+                "Translate {word} to {language}.",
+                "What is {word} in {language}?",
+                "How do you say {word} in {language}?",
+                "Give me the {language} word for {word}.",
             ),
         },
-        cities=("Paris", "Berlin", "Madrid", "Tokyo", "Boston", "Cairo", "Oslo", "Lima", "Delhi", "Rome"),
-        currencies=("USD", "EUR", "GBP", "JPY", "CHF", "SEK"),
-        units=(("miles", "kilometers"), ("pounds", "kilograms"), ("feet", "meters"), ("gallons", "liters")),
-        events=("a dentist visit", "lunch with Anna", "the team meeting", "a yoga class", "the school play"),
-        days=("Monday", "Tuesday", "Wednesday", "Thursday"),
-        labels=("pasta", "tea", "laundry", "cake", "rice", "homework"),
-        products=("running shoes", "a desk lamp", "wireless headphones", "a backpack", "a coffee maker"),
+        words={
+            "city": _words("Paris Berlin Madrid Tokyo Boston Cairo Oslo Lima Delhi"),
+            "day": _words("Monday Tuesday Wednesday Thursday"),
+            "item": _words("shoes lamps headphones backpacks mugs pillows gloves candles skis"),
+            "word": _words("house river window green winter horse apple doctor"),
+            "language": _words("French German Spanish Polish Hindi"),
+        },
         remainders=(0, 1, 3),
     ),
     "held_out": Split(
         templates={
-            "get_weather": (
+            "weather": (
                 "Do I need an umbrella in {city} on {day}?",
                 "How is the weather going to be in {city} this {day}?",
             ),
-            "convert_currency": (
-                "What are {amount} {source} worth in {target}?",
-                "My bill is {amount} {source}; how many {target} is that?",
-            ),
-            "convert_unit": (
-                "Express {value} {source} as {target}.",
-                "A sign says {value} {source}. What is that in {target}?",
-            ),
-            "add_event": (
-                "Save {title} to my calendar, it is this {day} at {hour}:00.",
-                "On {day} at {hour}:00 there is {title}, add it.",
-            ),
             "set_timer": (
-                "Can you time {minutes} minutes for the {label}?",
-                "Count down {minutes} minutes, a timer for {label}.",
+                "Can you start a timer, {minutes} minutes?",
+                "Remind me in {minutes} minutes with a timer.",
             ),
-            "search_products": (
-                "Where can I buy {query} below {max_price} dollars?",
-                "Look for {query}, my budget is {max_price} dollars.",
+            "shop": (
+                "Where can I buy {item} below {price} dollars?",
+                "Look for {item}, my budget is {price} dollars.",
+            ),
+            "translate": (
+                "What do people who speak {language} call {word}?",
+                "I want to learn {language}. Translate {word} for me.",
             ),
         },
-        cities=("London", "Vienna", "Sydney", "Chicago", "Dublin", "Nairobi", "Lisbon", "Seoul"),
-        currencies=("CAD", "AUD", "INR", "NOK", "MXN"),
-        units=(("inches", "centimeters"), ("ounces", "grams"), ("yards", "meters"), ("acres", "hectares")),
-        events=("a haircut", "dinner with Tom", "the budget review", "a piano lesson"),
-        days=("Friday", "Saturday", "Sunday"),
-        labels=("bread", "eggs", "nap", "soup"),
-        products=("hiking boots", "a rain jacket", "a mechanical keyboard", "a water bottle"),
+        words={
+            "city": _words("London Vienna Sydney Chicago Dublin Nairobi Lisbon Seoul"),
+            "day": _words("Friday Saturday Sunday"),
+            "item": _words("boots jackets keyboards bottles tents"),
+            "word": _words("garden mountain bridge yellow"),
+            "language": _words("Italian Danish Greek Turkish"),
+        },
         remainders=(2, 4),
     ),
 }
@@ -186,31 +181,10 @@ def make_task(split: str, seed: int, number: int) -> Task:
     """The question of that number; tools take turns, everything else is drawn."""
     rng = random.Random(f"{split}-{seed}-{number}")
     parts = SPLITS[split]
-    tool = list(parts.templates)[number % len(parts.templates)]
+    tool = list(TOOLS)[number % len(TOOLS)]
     arguments = parts.arguments(tool, rng)
     question = rng.choice(parts.templates[tool]).format(**arguments)
-    data = {"tool": tool, "arguments": arguments}
-    return Task(f"{split}-{seed}-{number}", prompt_of(question), data)
-
-
-SHOTS = (
-    ("How is the weather in Zurich today?", "get_weather", {"city": "Zurich", "day": "today"}),
-    ("Please change 7 DKK into PLN.", "convert_currency", {"amount": 7, "source": "DKK", "target": "PLN"}),
-    ("Convert 500 stones to pints.", "convert_unit", {"value": 500, "source": "stones", "target": "pints"}),
-    ("Add a concert, today at 22:00.", "add_event", {"title": "concert", "day": "today", "hour": 22}),
-    ("Set a timer of 100 minutes for the pizza.", "set_timer", {"minutes": 100, "label": "pizza"}),
-    ("Find chairs for at most 7 dollars.", "search_products", {"query": "chairs", "max_price": 7}),
-)
-"""A question and its call for each tool; every prompt begins with them, computed once for all prompts."""
-
-
-def prompt_of(question: str) -> tuple[Message, ...]:
-    """The shots and a question."""
-    messages: list[Message] = []
-    for asked, tool, arguments in SHOTS:
-        call = ToolCall("call_0", tool, arguments)
-        messages += [Message("user", asked), Message("assistant", "", (call,))]
-    return (*messages, Message("user", question))
+    return Task(f"{split}-{seed}-{number}", prompt_of(question), {"tool": tool, "arguments": arguments})
 
 
 class CallEnv:
@@ -248,23 +222,33 @@ class CallEnv:
 # --- the reward ---------------------------------------------------------------------------------------
 
 
-def exact_call(episode: Episode) -> float:
-    """1 for exactly the right call; below, at most 0.8 for what is right about it: a slope to train on.
+_BEGUN = re.compile(r'<tool_call>\s*\{"name": "([^"]*)"')
 
-    An episode counts as solved from 1 on, so that the slope does not enter the figures that are reported.
+
+def exact_call(episode: Episode) -> float:
+    """1 for exactly the right call and nothing beside it; below, at most 0.8: a slope to train on.
+
+    0.05 for a call that begins well and does not parse, 0.15 if it names the right tool; the rest is
+    `call_score`. An episode counts as solved from 1 on, so the slope enters no figure that is reported.
     """
-    turns = episode.trajectories[-1].turns
-    calls = turns[-1].message.tool_calls if turns and not episode.truncated else ()
-    if len(calls) != 1 or calls[0].error is not None:
+    message = episode.trajectories[-1].turns[-1].message
+    tool = episode.task.data["tool"]
+    if len(message.tool_calls) != 1 or message.content:
         return 0.0
-    return call_score(calls[0], episode.task.data["tool"], episode.task.data["arguments"])
+    call = message.tool_calls[0]
+    if call.error is None:
+        return call_score(call, tool, episode.task.data["arguments"])
+    begun = _BEGUN.match(call.raw)
+    if begun is None:
+        return 0.0
+    return 0.15 if begun[1] == tool else 0.05
 
 
 def call_score(call: ToolCall, tool: str, arguments: Mapping[str, Any]) -> float:
-    """0.05 for a call, 0.25 for the right tool, then 0.2 for the names of arguments and 0.3 for values."""
+    """0.1 for a call, 0.3 for the right tool, up to 0.8 with names and values of arguments, 1 for all."""
     if call.name != tool:
         # a bonus for any tool that exists would teach to call one and the same
-        return 0.05
+        return 0.1
     named = call.arguments.keys() & arguments.keys()
     right = sum(_same(call.arguments[name], arguments[name]) for name in named)
     if right == len(arguments) == len(call.arguments):
@@ -274,12 +258,7 @@ def call_score(call: ToolCall, tool: str, arguments: Mapping[str, Any]) -> float
 
 
 def _same(got: object, wanted: object) -> bool:
-    """The same text, letter case and an article aside, or the same whole number; "5" is not 5."""
+    """The same text, letter case aside, or the same whole number; "5" is not 5."""
     if isinstance(got, str) and isinstance(wanted, str):
-        return _bare(got) == _bare(wanted)
+        return got.casefold() == wanted.casefold()
     return type(got) is type(wanted) and got == wanted
-
-
-def _bare(text: str) -> str:
-    words = text.casefold().split()
-    return " ".join(words[1:] if words and words[0] in ("a", "an", "the") else words)

@@ -1,9 +1,18 @@
-"""Builders of tapes and groups from masks and rewards."""
+"""Builders of tapes and groups from masks and rewards; and that Ctrl-C arrives."""
+
+import signal
 
 import numpy as np
 import pytest
 
 from uni_agent.types import Episode, Group, Message, Sampling, Task, Trajectory, Turn
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_arrives():
+    """A shell starts background jobs with SIGINT ignored, and what they start inherits that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_tape(mask, *, logprobs=None, turn_rewards=None, sampling=None, agent="main", ids=None, version=0):

@@ -73,13 +73,11 @@ def resolve_tool(item: str | Callable[..., Any] | Tool) -> Tool:
         return resolve_tool(import_attribute(item))
     if inspect.isfunction(item):
         return tool(item)
-    made: object = item
-    if inspect.isclass(item):
-        try:
-            made = item()
-        except Exception as error:  # the class is the user's, and may raise anything
-            reason = " ".join(str(error).split())
-            raise UsageError(f"{item!r} cannot be made without arguments: {reason}") from error
+    try:
+        made: object = item() if inspect.isclass(item) else item
+    except Exception as error:  # the class is the user's, and may raise anything
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{item!r} cannot be made without arguments: {reason}") from error
     if not isinstance(made, Tool):
         raise UsageError(
             f"{made!r} is no tool; expected a typed function, or an object with spec, timeout_s and call"

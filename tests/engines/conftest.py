@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -42,15 +44,30 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     shape = SHAPE | changes
     if kind == "llama":
-        scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-        model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=scaled, tie_word_embeddings=True))
+        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+        model: Any = LlamaForCausalLM(
+            LlamaConfig(
+                **{"rope_parameters": rope, "tie_word_embeddings": True, "attention_bias": True} | shape
+            )
+        )
     elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+        model = Qwen2ForCausalLM(Qwen2Config(**{"tie_word_embeddings": False} | shape))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 12, "tie_word_embeddings": True} | shape))
     else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=12, tie_word_embeddings=True))
+        gemma = {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 9.0,
+        }
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | gemma | changes))
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:  # ones and zeros would hide a norm or bias that is left out
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+            one = "norm" in name and kind != "gemma3"
+            torch.nn.init.normal_(parameter, mean=1.0 if one else 0.0, std=0.3)
     return model.eval()
 
 

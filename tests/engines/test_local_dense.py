@@ -7,18 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from uni_agent.engines.local import dense
 from uni_agent.engines.local.dense import DenseDecoder
@@ -28,49 +17,7 @@ from uni_agent.errors import ModelError
 VOCAB = 97
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 LENGTHS = [20, 1, 33]
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-}
-
 pytestmark = pytest.mark.timeout(600)  # the first run on a machine compiles the kernels
-
-
-def build(kind: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    shape = SHAPE | changes
-    if kind == "llama":
-        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-        model: Any = LlamaForCausalLM(
-            LlamaConfig(
-                **{"rope_parameters": rope, "tie_word_embeddings": True, "attention_bias": True} | shape
-            )
-        )
-    elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**{"tie_word_embeddings": False} | shape))
-    elif kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 12, "tie_word_embeddings": True} | shape))
-    else:
-        gemma = {
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "query_pre_attn_scalar": 24,
-            "final_logit_softcapping": 9.0,
-        }
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | gemma | changes))
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:  # ones and zeros would hide a norm or bias that is left out
-            one = "norm" in name and kind != "gemma3"
-            torch.nn.init.normal_(parameter, mean=1.0 if one else 0.0, std=0.3)
-    return model.eval()
 
 
 class FullAttention:
@@ -124,18 +71,18 @@ def packing(request: Any, monkeypatch: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_float32_equals_transformers(kind, native, packing):
-    model = build(kind)
+def test_float32_equals_transformers(kind, native, packing, make_model):
+    model = make_model(kind)
     got = logprobs(DenseDecoder(model, 64, native=native))
     assert (got - reference(model)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_kernels_equal_plain_torch(kind):
+def test_kernels_equal_plain_torch(kind, make_model):
     if load_native() is None:
         pytest.skip("no native kernels on this machine")
     # as sharp as a real model: at the other tests' scale logits reach 40 and float32 itself is at 1e-5
-    model = build(kind, initializer_range=0.1)
+    model = make_model(kind, initializer_range=0.1)
     plain, fast = DenseDecoder(model, 64, native=False), DenseDecoder(model, 64, native=True)
     assert not plain.is_native
     assert fast.is_native
@@ -143,22 +90,22 @@ def test_kernels_equal_plain_torch(kind):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_bfloat16_is_as_near_to_float32_as_transformers(kind, native):
-    model = build(kind).bfloat16()
-    exact = reference(_float_copy(kind, model))
+def test_bfloat16_is_as_near_to_float32_as_transformers(kind, native, make_model):
+    model = make_model(kind).bfloat16()
+    exact = reference(_float_copy(make_model, kind, model))
     theirs = (reference(model) - exact).abs().mean()
     ours = (logprobs(DenseDecoder(model, 64, native=native)) - exact).abs().mean()
     assert ours < 1.2 * theirs
 
 
-def _float_copy(kind: str, model: Any) -> Any:
-    copy = build(kind)
+def _float_copy(make_model: Any, kind: str, model: Any) -> Any:
+    copy = make_model(kind)
     copy.load_state_dict(model.state_dict())
     return copy
 
 
-def test_bfloat16_from_a_float32_module(native):
-    model = build("qwen3")
+def test_bfloat16_from_a_float32_module(native, make_model):
+    model = make_model("qwen3")
     decoder = DenseDecoder(model, 64, dtype=torch.bfloat16, native=native)
     assert decoder.dtype == torch.bfloat16
     assert model.dtype == torch.float32
@@ -168,8 +115,8 @@ def test_bfloat16_from_a_float32_module(native):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
-def test_batch_invariant_rows_are_bitwise_equal_alone_and_in_any_batch(kind, dtype, native, packing):
-    decoder = DenseDecoder(build(kind), 64, dtype=dtype, native=native, batch_invariant=True)
+def test_batch_invariant_rows_are_bitwise_equal_alone_and_in_any_batch(kind, dtype, native, packing, make_model):
+    decoder = DenseDecoder(make_model(kind), 64, dtype=dtype, native=native, batch_invariant=True)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCAB, (70,), generator=generator)
     positions = torch.randint(0, 64, (70,), generator=generator)
@@ -189,8 +136,8 @@ def test_batch_invariant_rows_are_bitwise_equal_alone_and_in_any_batch(kind, dty
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_refresh_takes_an_optimizer_step_in_place(kind, native):
-    model = build(kind)
+def test_refresh_takes_an_optimizer_step_in_place(kind, native, make_model):
+    model = make_model(kind)
     decoder = DenseDecoder(model, 64, native=native)
     before = logprobs(decoder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -204,11 +151,11 @@ def test_refresh_takes_an_optimizer_step_in_place(kind, native):
     assert (after - reference(model)).abs().max() < 1e-4
 
 
-def adapted(kind: str, **settings: Any) -> Any:
+def adapted(make_model: Any, kind: str, **settings: Any) -> Any:
     config = LoraConfig(
         **{"r": 4, "lora_alpha": 12, "lora_dropout": 0.5, "target_modules": "all-linear"} | settings
     )
-    model = get_peft_model(build(kind), config)
+    model = get_peft_model(make_model(kind), config)
     for name, parameter in model.named_parameters():
         if (
             "lora_B" in name
@@ -229,10 +176,10 @@ def adapted(kind: str, **settings: Any) -> Any:
         ("qwen2", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]}),
     ],
 )
-def test_lora_is_w_plus_ba_in_train_mode_disabled_or_merged(kind, settings):
+def test_lora_is_w_plus_ba_in_train_mode_disabled_or_merged(kind, settings, make_model):
     if settings.get("lora_bias"):
         settings = settings | {"target_modules": ["q_proj", "k_proj"]}  # the layers that have a bias
-    model = adapted(kind, **settings)
+    model = adapted(make_model, kind, **settings)
     want = reference(model)
     decoder = DenseDecoder(model, 64, native=False)
     with model.disable_adapter():
@@ -251,18 +198,18 @@ def test_lora_is_w_plus_ba_in_train_mode_disabled_or_merged(kind, settings):
     assert (logprobs(decoder) - want).abs().max() < 1e-4
 
 
-def test_lora_is_added_in_float32_and_rounded_once():
-    model = adapted("qwen3")
+def test_lora_is_added_in_float32_and_rounded_once(make_model):
+    model = adapted(make_model, "qwen3")
     want = reference(model)
     got = logprobs(DenseDecoder(model, 64, dtype=torch.bfloat16, native=False))
-    merged = _float_copy("qwen3", model.merge_and_unload())
+    merged = _float_copy(make_model, "qwen3", model.merge_and_unload())
     once = logprobs(DenseDecoder(merged, 64, dtype=torch.bfloat16, native=False))
     # the last bit of a float32 sum may tip a rounding; anything else would differ as bfloat16 itself does
     assert (got - once).abs().mean() < 0.05 * (once - want).abs().mean()
 
 
-def test_untied_and_tied_heads_follow_their_own_weight():
-    model = build("qwen3")
+def test_untied_and_tied_heads_follow_their_own_weight(make_model):
+    model = make_model("qwen3")
     decoder = DenseDecoder(model, 64, native=False)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.1)
@@ -273,23 +220,23 @@ def test_untied_and_tied_heads_follow_their_own_weight():
     assert (logprobs(decoder) - reference(model)).abs().max() < 1e-4
 
 
-def test_geometry_names_windows_and_scale():
-    geometry = DenseDecoder(build("gemma3"), 64, native=False).geometry
+def test_geometry_names_windows_and_scale(make_model):
+    geometry = DenseDecoder(make_model("gemma3"), 64, native=False).geometry
     assert geometry.windows == (7, None, 7, None)
     assert geometry.scale == pytest.approx(24**-0.5)
-    geometry = DenseDecoder(build("qwen3"), 64, native=False).geometry
+    geometry = DenseDecoder(make_model("qwen3"), 64, native=False).geometry
     assert geometry.windows == (None, None, None)
     assert geometry.scale == pytest.approx(12**-0.5)
 
 
-def test_a_window_of_qwen2_is_obeyed(native):
-    model = build("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+def test_a_window_of_qwen2_is_obeyed(native, make_model):
+    model = make_model("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1)
     decoder = DenseDecoder(model, 64, native=native)
     assert decoder.geometry.windows == (None, 5, 5)
     assert (logprobs(decoder) - reference(model)).abs().max() < 1e-4
 
 
-def test_llama3_and_yarn_rotary(native):
+def test_llama3_and_yarn_rotary(native, make_model):
     scaled = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -305,22 +252,22 @@ def test_llama3_and_yarn_rotary(native):
         "original_max_position_embeddings": 32,
     }
     for rope in (scaled, yarn):
-        model = build("llama", rope_parameters=rope)
+        model = make_model("llama", rope_parameters=rope)
         assert (logprobs(DenseDecoder(model, 64, native=native)) - reference(model)).abs().max() < 1e-4
 
 
-def test_refusals_name_what_came_and_what_runs():
+def test_refusals_name_what_came_and_what_runs(make_model):
     small = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 11, "n_positions": 16}
     with pytest.raises(ModelError, match=r"'gpt2'.*llama, qwen2, qwen3, gemma3_text"):
         DenseDecoder(GPT2LMHeadModel(GPT2Config(**small)), 16)
     with pytest.raises(ModelError, match=r"context_size 513 .*512"):
-        DenseDecoder(build("qwen3"), 513)
+        DenseDecoder(make_model("qwen3"), 513)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(ModelError, match=r"'dynamic' .*depends on the length"):
-        DenseDecoder(build("llama", rope_parameters=dynamic), 64)
+        DenseDecoder(make_model("llama", rope_parameters=dynamic), 64)
     with pytest.raises(ModelError, match="'relu'"):
-        DenseDecoder(build("llama", hidden_act="relu"), 64)
+        DenseDecoder(make_model("llama", hidden_act="relu"), 64)
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj .*DoRA"):
-        DenseDecoder(adapted("qwen3", use_dora=True), 64)
+        DenseDecoder(adapted(make_model, "qwen3", use_dora=True), 64)
     with pytest.raises(ModelError, match=r"float64"):
-        DenseDecoder(build("qwen3").double(), 64, native=True)
+        DenseDecoder(make_model("qwen3").double(), 64, native=True)

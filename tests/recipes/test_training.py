@@ -139,6 +139,7 @@ def test_dry_run_plans_and_writes_nothing(
         ("--steps=0", "'steps' should be greater than or equal to 1, got 0"),
         ("--kl-coef=-0.1", "'kl_coef' should be greater than or equal to 0, got -0.1"),
         ("--kl-coef=nan", "'kl_coef' should be"),
+        ("--engine.cache-gib=-1", "'engine.cache_gib' should be greater than or equal to 0"),
         ("--optimizer.lr=-1", "'optimizer.lr' should be greater than or equal to 0"),
         ("--sampling.temperature=-1", "'sampling.temperature' should be greater than or equal to 0"),
         ("--sampling.max-tokens=0", "'sampling.max_tokens' should be greater than or equal to 1"),
@@ -276,3 +277,27 @@ def test_ctrl_c_saves_and_names_the_command_that_resumes(tasks: Path, tmp_path: 
     assert process.returncode == 130, said
     assert f"go on with: uni-agent train grpo --resume {tmp_path}/runs/x" in said
     assert list((tmp_path / "runs/x/checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("wrong", ["--world.tools=['code_executer']", "--world.reward=code_test_pass_rat"])
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_misspelt_tool_or_reward_is_known_before_anything_is_made(
+    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str, more: tuple[str, ...]
+) -> None:
+    assert main(["train", "grpo", *settings(tasks, tmp_path, wrong, *more)]) == 2
+    assert "code_" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    runs = [f"--runs={tmp_path}/runs", f"--model={BASE}", f"--tasks={tasks}", "--num-tasks=0"]
+    assert main(["eval", *runs, wrong, *more]) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_step_without_a_difference_is_said_once(
+    tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Almost greedy: both episodes of a group are the same."""
+    more = ("--steps=2", "--group-size=2", "--groups-per-step=2", "--sampling.temperature=1e-6")
+    grpo.run(load_config(grpo.Config, settings(tasks, tmp_path, *more)))
+    shown = capsys.readouterr().out
+    assert shown.count("all groups have equal rewards") == 1
+    assert f"uni-agent show {tmp_path}/runs/x" in shown.replace("\n", "")

@@ -60,7 +60,7 @@ def full_episode(number: int = 0, text: str = ODD[0]) -> Episode:
             observed=(Message("system", text), Message("user", "q", name="")),
             message=Message("assistant", text, (call,), reasoning=""),
             finish="stop",
-            sampling=Sampling(7, 0.5, 0.9, 3, (text,), (1, 2), 2**62),
+            sampling=Sampling(7, 0.5, 0.9, 3, (text,), (1, 2), 2**62, ((5, -0.1), (6, 1e9))),
             tool_results=(
                 ToolResult(
                     "c1", "f", text, "abnormal", "malformed", {"x": float("nan"), "y": b"\x00\xff"}, 0.1

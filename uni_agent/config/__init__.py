@@ -2,7 +2,7 @@
 
 In: a `BaseConfig` subclass and an argument list. Out: a validated, frozen instance, or one
 `ConfigError` that lists every mistake at once, each with its file or flag, its full key, and the
-nearest valid key. Nothing is printed, nothing is read from the environment, nobody exits.
+nearest valid key. Nothing is printed, no setting is read from the environment, nobody exits.
 """
 
 from uni_agent.config.load import load_config, read_toml

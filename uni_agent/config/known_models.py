@@ -7,14 +7,13 @@ which `uni-agent model fetch NAME` calls.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from uni_agent.config.cache import cache_dir
 from uni_agent.errors import ModelError
 
-CACHE_VARIABLE = "UNI_AGENT_CACHE"
 SOURCE_FILE = "source.json"
 """Written last into a fetched folder: where it comes from, and the size and SHA-256 of its files."""
 
@@ -47,14 +46,6 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
         about="SmolLM2-135M-Instruct by Hugging Face, from its 4-bit GGUF",
     ),
 }
-
-
-def cache_dir() -> Path:
-    """`$UNI_AGENT_CACHE`, else `uni_agent` in the user's cache directory."""
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser().absolute()
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "uni_agent"
 
 
 def known_folder(name: str) -> Path:

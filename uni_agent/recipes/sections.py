@@ -61,7 +61,7 @@ class EngineConfig(BaseConfig):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of its copy of the weights and of its cache; "auto" is the model's. bfloat16 is faster and takes half
     the memory; `engine/logprob_gap` says each step how far its logprobs are from the learner's."""
-    cache_gib: float = 0.0
+    cache_gib: Factor = 0.0
     """Most memory for keys and values; 0 takes what `concurrency` full contexts need, at most 4 GiB and a
     quarter of the free memory."""
     native: bool = True

@@ -115,8 +115,8 @@ class Session:
         """Number the steps that are left; between two, save and evaluate where it is time to."""
         config = self.config
         total = config.steps
-        seconds = max(0.0, config.max_seconds - self.train_s)
-        self.live.phase("Training", None if config.max_seconds else total, seconds=seconds)
+        seconds = config.max_seconds and max(0.0, config.max_seconds - self.train_s)
+        self.live.phase("Training", total, seconds=seconds)
         while self.step < total and not 0 < config.max_seconds <= self.train_s:
             began = time.perf_counter()
             self._spent = {}

@@ -117,8 +117,11 @@ def run(config: Config) -> Mapping[str, object]:
             latest = checkpoints.resumed()
             step = int(latest.state["step"])
             learner.load(latest.learner)
-        total = None if config.max_seconds else config.epochs * per_epoch
-        live.phase(f"Supervised training on {len(found)} conversations", total, seconds=config.max_seconds)
+        live.phase(
+            f"Supervised training on {len(found)} conversations",
+            config.epochs * per_epoch,
+            seconds=config.max_seconds,
+        )
         began = time.perf_counter()
         nll: float | None = None
         while step < config.epochs * per_epoch and not 0 < config.max_seconds <= time.perf_counter() - began:

@@ -26,6 +26,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from uni_agent.config.cache import cache_dir
 from uni_agent.engines.local.blocked import AttendKernel
 from uni_agent.engines.local.sampling import SampleKernel
 from uni_agent.errors import ModelError
@@ -109,16 +110,10 @@ def require_native() -> Native:
 @functools.cache
 def _load() -> Native | _BuildError:
     try:
-        return _import(_built(cache_folder()))
+        return _import(_built(cache_dir() / "native"))
     except _BuildError as error:
         _log.warning("local engine runs without native kernels: %s", error)
         return error
-
-
-def cache_folder() -> Path:
-    """Where compiled extensions are kept."""
-    root = os.environ.get("UNI_AGENT_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "uni_agent") / "native"
 
 
 def _built(folder: Path) -> Path:

@@ -50,12 +50,6 @@ class MissingDependencyError(UniAgentError):
     exit_code = 3
 
 
-class MachineError(UniAgentError):
-    """The machine lacks something the run needs (isolation level, disk, memory)."""
-
-    exit_code = 3
-
-
 class RunError(UniAgentError):
     """A run cannot go on; what had been written stays readable."""
 

@@ -260,14 +260,22 @@ async def test_a_failing_forward_fails_its_requests_and_the_engine_goes_on(
         await asyncio.wait_for(run(engine, prompt(5, 1), "late", max_tokens=5), 10)
 
 
-async def test_logits_that_are_not_finite_fail_the_request(make_model, make_engine, run, prompt):
+@pytest.mark.parametrize("native", [None, False])
+async def test_logits_that_are_not_finite_fail_the_request(make_model, make_engine, run, prompt, native):
+    """And the keys and values that they left behind spoil nobody: a masked NaN is still NaN."""
     model = make_model("qwen3")
-    engine = make_engine(model, version=3)
+    wanted = await run(make_engine(model, native=native), prompt(5, 1), max_tokens=5, temperature=0.0)
+    engine = make_engine(model, version=3, native=native)
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
+        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
     await engine.load_weights(Weights(4, model))
     with pytest.raises(EngineError, match="not finite under version 4"):
-        await run(engine, prompt(5, 1), max_tokens=5)
+        await run(engine, prompt(40, 1), max_tokens=5)
+    await engine.load_weights(Weights(5, good))
+    again = await run(engine, prompt(5, 1), max_tokens=5, temperature=0.0)
+    assert again.token_ids.tolist() == wanted.token_ids.tolist()
+    assert again.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
 
 
 async def test_close_fails_open_requests_and_later_ones(make_model, make_engine, run, prompt):

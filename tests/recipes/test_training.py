@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from uni_agent.cli import main
 from uni_agent.config import load_config
 from uni_agent.errors import CheckpointError, ConfigError, TaskFileError, UniAgentError
-from uni_agent.recipes import evaluate, grpo, ppo, rollout, sft
+from uni_agent.models import HFAutoModel
+from uni_agent.recipes import engine, evaluate, grpo, ppo, rollout, sft
+from uni_agent.recipes.sections import EngineConfig
 from uni_agent.render import load_renderer
 from uni_agent.rollout import EpisodeStore
 from uni_agent.track import read_metrics
@@ -94,10 +96,12 @@ def test_the_gap_between_engine_and_learner_is_logged_each_step(
 ) -> None:
     """At the first update of a step: the later ones of PPO have another policy."""
     more = (f"--engine.dtype={dtype}", "--steps=2", "--groups-per-step=2", "--minibatch=1", "--epochs=2")
-    ppo.run(load_config(ppo.Config, settings(tasks, tmp_path, *more)))
+    steep = ("--optimizer.lr=1e-3", "--optimizer.warmup-steps=0", "--entropy-coef=1.0")
+    ppo.run(load_config(ppo.Config, settings(tasks, tmp_path, *more, *steep)))
     rows = [row for row in read_metrics(tmp_path / "runs/x").rows if row.get("train/tokens")]
     assert len(rows) == 2
     assert all(low < row["engine/logprob_gap"] < high for row in rows)
+    assert all(row["train/logprob_gap"] > row["engine/logprob_gap"] for row in rows)
     assert all(row["engine/logprob_gap"] <= row["engine/logprob_gap_max"] for row in rows)
 
 
@@ -301,3 +305,16 @@ def test_a_step_without_a_difference_is_said_once(
     shown = capsys.readouterr().out
     assert shown.count("all groups have equal rewards") == 1
     assert f"uni-agent show {tmp_path}/runs/x" in shown.replace("\n", "")
+
+
+def test_the_engine_section_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: dict[str, object] = {}
+    monkeypatch.setattr(engine, "LocalEngine", lambda module, **settings: taken.update(settings))
+    model, renderer = HFAutoModel.from_pretrained(BASE), load_renderer(BASE)
+    given = EngineConfig(dtype="bfloat16", cache_gib=0.5, native=False, batch_invariant=True)
+    engine.make_engine(given, model, renderer, max_running=3, seed=4)
+    wanted = {"dtype": torch.bfloat16, "cache_bytes": 2**29, "native": False, "batch_invariant": True}
+    assert {name: taken[name] for name in wanted} == wanted
+    engine.make_engine(EngineConfig(), model, renderer, max_running=3, seed=4)
+    assert {name: taken[name] for name in wanted} == dict.fromkeys(wanted, None) | {"batch_invariant": False}
+    assert (taken["max_running"], taken["seed"]) == (3, 4)

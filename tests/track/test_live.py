@@ -80,7 +80,14 @@ def test_a_phase_that_ends_by_the_clock_counts_down() -> None:
     live.step(1, {"reward": 1.0})
     clock.now += 35.0
     live.step(2, {"reward": 1.0})
+    live.phase("Few steps", 3, seconds=40.0)
+    clock.now += 2.0
+    live.step(1, {"reward": 1.0})
+    live.phase("Many steps", 300, seconds=40.0)
+    clock.now += 2.0
+    live.step(1, {"reward": 1.0})
     lines = text_of(stream).splitlines()
+    assert [line.rsplit("  ", 1)[1] for line in lines if "1/3" in line] == ["4 s left", "38 s left"]
     assert lines[2].lstrip().startswith("1  reward")
     assert lines[2].endswith("30 s left")
     assert lines[3].endswith("0 s left")

@@ -60,8 +60,8 @@ def report(episodes: Sequence[Episode], *, success_at: float = 1.0, ks: Sequence
 def _share(per_task: Sequence[Sequence[bool]]) -> Interval:
     """The share of True with Wilson's interval, for as many independent attempts as these are worth.
 
-    Attempts of a task resemble each other: the variance between tasks says how much. They are worth
-    as many as there are tasks at least, and as there are attempts at most.
+    Attempts of a task resemble each other: the variance between tasks says how much. Of one task
+    alone nothing is known but its attempts.
     """
     attempts = [attempt for group in per_task for attempt in group]
     if not attempts:
@@ -70,7 +70,7 @@ def _share(per_task: Sequence[Sequence[bool]]) -> Interval:
     # residuals per task, as in a cluster-robust variance of a ratio
     squares = sum((sum(group) - share * len(group)) ** 2 for group in per_task)
     worth = len(attempts) ** 2 * share * (1 - share) / squares if squares else len(attempts)
-    worth = min(max(worth, len(per_task)), len(attempts))
+    worth = min(worth, len(attempts))
     return wilson_interval(share * worth, worth)
 
 

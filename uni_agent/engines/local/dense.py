@@ -88,11 +88,6 @@ class DenseDecoder:
         self._steps: list[Any] = []
         self.refresh()
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the C++ kernels are in use."""
-        return self._native is not None
-
     def refresh(self) -> None:
         """Take the module's parameters as they are now (an optimizer stepped, an adapter changed)."""
         model: Any = self.module

@@ -13,6 +13,7 @@ import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from uni_agent.engines.local.module import ModuleModel
+from uni_agent.engines.local.shell import Shell
 from uni_agent.engines.local.step import PagedStepper
 from uni_agent.errors import ModelError
 from uni_agent.models import PACKED_ATTENTION, register_packed_attention, score_tokens
@@ -252,3 +253,21 @@ def test_refresh_renews_a_cast_copy_in_place_and_sees_a_new_hook():
     model.register_forward_pre_hook(lambda *_: None)
     mine.refresh()
     assert shell._model is not before
+
+
+def test_refresh_of_a_cast_copy_counts_a_merged_adapter_once():
+    model = get_peft_model(family("granite"), LoraConfig(r=4, lora_alpha=12, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    shell = Shell(model, torch.bfloat16)
+    shell.set_own_attention()
+
+    @torch.no_grad()
+    def ours():
+        return shell.whole(torch.arange(1, 9), torch.arange(8)).log_softmax(-1)
+
+    before = ours()
+    model.merge_adapter()
+    shell.refresh()
+    assert (ours() - before).abs().mean() < 0.05

@@ -318,3 +318,15 @@ def test_the_engine_section_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) 
     engine.make_engine(EngineConfig(), model, renderer, max_running=3, seed=4)
     assert {name: taken[name] for name in wanted} == dict.fromkeys(wanted, None) | {"batch_invariant": False}
     assert (taken["max_running"], taken["seed"]) == (3, 4)
+
+
+def test_an_evaluation_that_scored_nothing_fails_after_it_kept_its_episodes(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no_reward.py").write_text("def unsure(episode):\n    return None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [f"--model={BASE}", f"--tasks={tasks}", "--num-tasks=0", "--sampling.max-tokens=8"]
+    words += ["--world.reward=no_reward:unsure", f"--runs={tmp_path}/runs", "--run=x"]
+    assert main(["eval", *words]) != 0
+    assert "none of 4 episodes could be scored" in capsys.readouterr().err
+    assert len(EpisodeStore(tmp_path / "runs/x").read(0, split="eval")) == 4
